@@ -1,0 +1,209 @@
+"""The small frozen records that stages hand on: URIs, digests and numbers, never tensors. No torch here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Record(BaseModel):
+    """Frozen and strict; `save` and `load` are the only way a record touches the disk."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def save(self, path: Path) -> None:
+        """Write as indented JSON, atomically: a reader sees the old file or the new one."""
+        from drafter.files import write_text_atomically
+
+        write_text_atomically(path, self.model_dump_json(indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: Path):  # type: ignore[no-untyped-def]
+        """Read back what `save` wrote.
+
+        Raises:
+            DataError: the file is missing or not this record.
+        """
+        from drafter.files import read_record
+
+        return read_record(cls, path)
+
+
+class Message(Record):
+    """One turn of a conversation, OpenAI's shape."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class Conversation(Record):
+    """A conversation as the dataset keeps it."""
+
+    id: str = Field(description="sha256 over the messages' roles and contents, first 32 hex digits.")
+    domain: str
+    source: str = Field(description="File and line it came from.")
+    messages: tuple[Message, ...]
+
+
+class DatasetRecord(Record):
+    """`dataset.json` of a prepared dataset. Beside it: train.jsonl, evaluation.jsonl, profile.parquet."""
+
+    digest: str = Field(description="Over ids, domains and split: same data, same digest.")
+    path: str
+    num_train: int
+    num_evaluation: int
+    num_duplicates: int = Field(description="Exact duplicates dropped.")
+    num_problems: int = Field(description="Malformed conversations left out (on_problem=drop).")
+    num_truncated: int
+    num_per_domain: dict[str, dict[str, int]] = Field(description="domain -> {train, evaluation}.")
+    train_domains: tuple[str, ...]
+
+
+class ShardRecord(Record):
+    """One safetensors file of hidden states."""
+
+    file: str
+    sha256: str
+    num_conversations: int
+    num_tokens: int
+    num_supervised_tokens: int
+    num_bytes: int
+
+
+class StatesRecord(Record):
+    """`manifest.json` of a hidden-state directory, written last: without it nothing counts as done."""
+
+    digest: str = Field(description="Over dataset digest, split, target fingerprint and what changes the states.")
+    path: str
+    split: Literal["train", "evaluation"]
+    dataset_digest: str
+    target_fingerprint: str
+    auxiliary_layers: tuple[int, int, int]
+    hidden_size: int
+    vocab_size: int
+    dtype: str
+    shards: tuple[ShardRecord, ...]
+    num_conversations: int
+    num_tokens: int
+    num_supervised_tokens: int
+    num_truncated: int
+    num_skipped: int = Field(description="Conversations left out, e.g. an empty answer.")
+    elapsed_s: float
+    tokens_per_s: float
+
+
+class TrainingRecord(Record):
+    """`training.json`, written when a training has ended."""
+
+    path: str
+    fingerprint: str = Field(description="Over states digest, target fingerprint, settings that change the weights, warm start.")
+    states_digest: str
+    target_fingerprint: str
+    num_steps: int
+    num_tokens: int = Field(description="Depth-0 slots seen, epochs counted.")
+    num_epochs: float
+    final_loss: float
+    elapsed_s: float
+    tokens_per_s: float
+    peak_memory_gb: float
+    warm_start: str | None
+
+
+class DrafterRecord(Record):
+    """An exported drafter."""
+
+    path: str
+    digest: str = Field(description="sha256 over config.json and model.safetensors.")
+    num_parameters: int
+    target_fingerprint: str
+
+
+class AcceptanceEstimate(Record):
+    """What walking each answer as decoding does predicts for the server."""
+
+    num_speculative_tokens: int
+    acceptance_length: float
+    acceptance_rate_per_position: tuple[float, ...]
+    num_steps: int
+    num_answers: int
+    per_domain: dict[str, float]
+
+
+class Cell(Record):
+    """One measured combination. Speed is of the benchmark run, acceptance of vLLM's own counters."""
+
+    speculation: Literal["none", "peagle", "eagle3"]
+    drafter: str | None = Field(description="Candidate's name; None without speculation.")
+    num_speculative_tokens: int = Field(description="K; 0 without speculation.")
+    concurrency: int
+    domain: str
+    num_requests: int
+    output_tokens: int
+    acceptance_length: float | None
+    acceptance_rate_per_position: tuple[float, ...]
+    output_tokens_per_second: float
+    ttft_ms: float = Field(description="Median time to first token.")
+    tpot_ms: float = Field(description="Median time per output token after the first.")
+
+
+class PromptAcceptance(Record):
+    """Acceptance of one held-out prompt, the unit of the bootstrap."""
+
+    conversation_id: str
+    domain: str
+    drafter: str
+    num_speculative_tokens: int
+    context_tokens: int = Field(description="Prompt and answer.")
+    length_bucket: str = Field(description="`<=256`, `<=1024`, ... `>4096` tokens of prompt + answer.")
+    num_drafts: int = Field(description="Verification steps.")
+    num_accepted_tokens: int
+
+    @property
+    def acceptance_length(self) -> float:
+        """1 + accepted tokens per verification step."""
+        return 1.0 + self.num_accepted_tokens / max(self.num_drafts, 1)
+
+
+class AcceptanceSummary(Record):
+    """AL of a drafter over a group of prompts with its bootstrap interval."""
+
+    drafter: str
+    num_speculative_tokens: int
+    domain: str
+    length_bucket: str = Field(description="A bucket's name, or `all`.")
+    num_prompts: int
+    acceptance_length: float
+    lower: float
+    upper: float
+
+
+class EvaluationReport(Record):
+    """`evaluation.json`: everything that was measured."""
+
+    path: str
+    digest: str = Field(description="Over what was evaluated: dataset, target, drafters, settings.")
+    target_fingerprint: str
+    dataset_digest: str
+    drafters: dict[str, str] = Field(description="Candidate's name -> digest of its files.")
+    cells: tuple[Cell, ...]
+    prompts: tuple[PromptAcceptance, ...]
+    acceptance: tuple[AcceptanceSummary, ...]
+    greedy_identical_share: dict[str, dict[str, float]] = Field(description="candidate -> dtype -> share of answers identical to no speculation.")
+    train_domains: tuple[str, ...]
+    machine: str
+    versions: dict[str, str]
+    elapsed_s: float
+
+
+class ReleaseDecision(Record):
+    """What the gate decided and why."""
+
+    outcome: Literal["approve", "reject", "not_enough_evidence"]
+    reasons: tuple[str, ...]
+    num_speculative_tokens: int | None = Field(default=None, description="K that measured best at the gated concurrency.")
+
+    @property
+    def approved(self) -> bool:
+        return self.outcome == "approve"
