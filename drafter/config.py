@@ -21,8 +21,14 @@ class Settings(BaseModel):
 class SourceSettings(Settings):
     """One place that conversations come from."""
 
-    uri: str = Field(description="Local path or fsspec URI (s3://...) of a .jsonl, .json or .parquet file, or a folder of them.")
-    domain: str = Field(default="default", pattern=r"^[A-Za-z0-9._-]+$", description="Name under which results of these conversations are reported.")
+    uri: str = Field(
+        description="Local path or fsspec URI (s3://...) of a .jsonl, .json or .parquet file, or a folder of them."
+    )
+    domain: str = Field(
+        default="default",
+        pattern=r"^[A-Za-z0-9._-]+$",
+        description="Name under which results of these conversations are reported.",
+    )
     use: Literal["split", "train", "evaluation"] = Field(
         default="split",
         description="`split` holds a share out for evaluation; `train` and `evaluation` use all of it for one side.",
@@ -33,11 +39,24 @@ class PrepareSettings(Settings):
     """Read conversations, drop exact duplicates, split off an evaluation set that shares no prompt with training."""
 
     sources: tuple[SourceSettings, ...] = Field(min_length=1, description="Where conversations come from.")
-    target: Path = Field(description="Directory of the target model in Hugging Face format (its tokenizer and chat template count tokens).")
+    target: Path = Field(
+        description="Directory of the target model in Hugging Face format (its tokenizer and chat template count tokens)."
+    )
     output: Path = Field(description="Directory to write the dataset to.")
-    evaluation_share: float = Field(default=0.05, ge=0, lt=1, description="Share of the prompts of `split` sources held out for evaluation.")
-    max_evaluation_conversations: int = Field(default=200, ge=0, description="Cap on held-out conversations per domain; the rest trains.")
-    max_length_tokens: int = Field(default=2048, ge=8, description="Longer conversations are truncated (ids and mask together) and counted. Limited by the target's positions.")
+    evaluation_share: float = Field(
+        default=0.05,
+        ge=0,
+        lt=1,
+        description="Share of the prompts of `split` sources held out for evaluation.",
+    )
+    max_evaluation_conversations: int = Field(
+        default=200, ge=0, description="Cap on held-out conversations per domain; the rest trains."
+    )
+    max_length_tokens: int = Field(
+        default=2048,
+        ge=8,
+        description="Longer conversations are truncated (ids and mask together) and counted. Limited by the target's positions.",
+    )
     on_problem: Literal["stop", "drop"] = Field(
         default="stop",
         description="What a malformed conversation does: `stop` refuses the dataset naming the line; `drop` leaves it out and counts it.",
@@ -48,13 +67,26 @@ class PrepareSettings(Settings):
 class ServerSettings(Settings):
     """How a vLLM server is started on this machine."""
 
-    python: Path = Field(default=Path(".venv-vllm/bin/python"), description="Python interpreter of the environment that holds vLLM.")
-    dtype: Literal["bfloat16", "float32", "float16"] = Field(default="bfloat16", description="Number format of weights and activations.")
-    max_model_len_tokens: int | None = Field(default=None, ge=16, description="Longest sequence the server accepts; None: the model's own limit.")
+    python: Path = Field(
+        default=Path(".venv-vllm/bin/python"),
+        description="Python interpreter of the environment that holds vLLM.",
+    )
+    dtype: Literal["bfloat16", "float32", "float16"] = Field(
+        default="bfloat16", description="Number format of weights and activations."
+    )
+    max_model_len_tokens: int | None = Field(
+        default=None, ge=16, description="Longest sequence the server accepts; None: the model's own limit."
+    )
     max_num_seqs: int = Field(default=64, ge=1, description="Most sequences computed in one step.")
-    kv_cache_gb: float = Field(default=1.0, gt=0, description="KV cache on CPU, GiB (VLLM_CPU_KVCACHE_SPACE).")
-    start_timeout_s: float = Field(default=240.0, gt=0, description="How long the server may take until it answers /health.")
-    port: int | None = Field(default=None, ge=1, le=65535, description="Port on 127.0.0.1; None takes a free one.")
+    kv_cache_gb: float = Field(
+        default=1.0, gt=0, description="KV cache on CPU, GiB (VLLM_CPU_KVCACHE_SPACE)."
+    )
+    start_timeout_s: float = Field(
+        default=240.0, gt=0, description="How long the server may take until it answers /health."
+    )
+    port: int | None = Field(
+        default=None, ge=1, le=65535, description="Port on 127.0.0.1; None takes a free one."
+    )
 
 
 class ExtractSettings(Settings):
@@ -68,26 +100,57 @@ class ExtractSettings(Settings):
         default="regenerate",
         description="`regenerate`: the target writes the assistant turns (on-policy, what it will be asked to verify). `given`: keep the data's own.",
     )
-    extractor: Literal["vllm", "transformers"] = Field(default="vllm", description="`transformers` is the slow reference.")
-    temperature: float = Field(default=0.0, ge=0, le=2, description="Sampling temperature of regenerated answers; 0 is greedy.")
+    extractor: Literal["vllm", "transformers"] = Field(
+        default="vllm", description="`transformers` is the slow reference."
+    )
+    temperature: float = Field(
+        default=0.0, ge=0, le=2, description="Sampling temperature of regenerated answers; 0 is greedy."
+    )
     max_answer_tokens: int = Field(default=224, ge=1, description="Most tokens of one regenerated answer.")
-    max_length_tokens: int = Field(default=2048, ge=8, description="Longer sequences are cut, ids and mask together.")
-    max_conversations: int | None = Field(default=None, ge=1, description="Use only the first so many (by id); None: all.")
-    conversations_per_shard: int = Field(default=128, ge=1, description="A killed run repeats at most one shard.")
+    max_length_tokens: int = Field(
+        default=2048, ge=8, description="Longer sequences are cut, ids and mask together."
+    )
+    max_conversations: int | None = Field(
+        default=None, ge=1, description="Use only the first so many (by id); None: all."
+    )
+    conversations_per_shard: int = Field(
+        default=128, ge=1, description="A killed run repeats at most one shard."
+    )
     concurrency: int = Field(default=96, ge=1, description="Requests in flight at the server.")
-    auxiliary_layers: tuple[int, int, int] | None = Field(default=None, description="Layer ids i whose *entering* states are read; None: (2, L/2, L-3).")
+    auxiliary_layers: tuple[int, int, int] | None = Field(
+        default=None, description="Layer ids i whose *entering* states are read; None: (2, L/2, L-3)."
+    )
     seed: int = Field(default=0, description="Seed of sampled answers.")
-    server: ServerSettings = Field(default_factory=ServerSettings, description="The vLLM server that writes the states.")
+    server: ServerSettings = Field(
+        default_factory=ServerSettings, description="The vLLM server that writes the states."
+    )
 
 
 class DrafterSettings(Settings):
     """Shape of the drafter."""
 
-    num_layers: int = Field(default=2, ge=1, le=4, description="Transformer layers. More accept more and cost more (P-EAGLE table 4: 1, 2, 4 layers 2.69, 3.58, 3.92 on HumanEval).")
-    draft_vocab_size: int = Field(default=8192, ge=16, description="Most frequent target tokens that the drafter can propose; clipped to the target's vocabulary.")
-    norm_before_residual: bool = Field(default=False, description="vLLM's switch of the same name for layer 0.")
-    train_embedding: bool = Field(default=False, description="Learn an own token embedding (+5 % in the paper, one vocabulary x hidden matrix more); else the target's is shared.")
-    init_from_target: bool = Field(default=True, description="Start head, norms and, where shapes agree, layers from the target's weights.")
+    num_layers: int = Field(
+        default=2,
+        ge=1,
+        le=4,
+        description="Transformer layers. More accept more and cost more (P-EAGLE table 4: 1, 2, 4 layers 2.69, 3.58, 3.92 on HumanEval).",
+    )
+    draft_vocab_size: int = Field(
+        default=8192,
+        ge=16,
+        description="Most frequent target tokens that the drafter can propose; clipped to the target's vocabulary.",
+    )
+    norm_before_residual: bool = Field(
+        default=False, description="vLLM's switch of the same name for layer 0."
+    )
+    train_embedding: bool = Field(
+        default=False,
+        description="Learn an own token embedding (+5 % in the paper, one vocabulary x hidden matrix more); else the target's is shared.",
+    )
+    init_from_target: bool = Field(
+        default=True,
+        description="Start head, norms and, where shapes agree, layers from the target's weights.",
+    )
 
 
 class TrainSettings(Settings):
@@ -95,26 +158,60 @@ class TrainSettings(Settings):
 
     states: Path = Field(description="Directory of hidden-state shards of the training split.")
     target: Path = Field(description="Directory of the target model.")
-    output: Path = Field(description="Directory of this training: metrics.jsonl, checkpoints, the final weights.")
+    output: Path = Field(
+        description="Directory of this training: metrics.jsonl, checkpoints, the final weights."
+    )
     drafter: DrafterSettings = Field(default_factory=DrafterSettings, description="Shape of the drafter.")
-    warm_start: Path | None = Field(default=None, description="Exported drafter to continue from; its draft vocabulary is kept.")
-    num_depths: int = Field(default=8, ge=1, le=32, description="K of training: depths 0..K-1 are predicted. Train deeper than you serve (paper: K=8 for 5).")
-    retention: float = Field(default=0.8, gt=0, le=1, description="COD: share of chains that go one depth deeper (paper: 0.8; arXiv 2504.18583).")
-    retention_floor: float = Field(default=0.0, ge=0, le=1, description="COD: smallest share of anchors kept at any depth.")
-    max_length_tokens: int = Field(default=2048, ge=8, description="Tokens packed into one sequence. Documents longer than this are cut.")
-    sequences_per_step: int = Field(default=1, ge=1, description="Packed sequences whose gradients are summed before an optimizer step.")
+    warm_start: Path | None = Field(
+        default=None, description="Exported drafter to continue from; its draft vocabulary is kept."
+    )
+    num_depths: int = Field(
+        default=8,
+        ge=1,
+        le=32,
+        description="K of training: depths 0..K-1 are predicted. Train deeper than you serve (paper: K=8 for 5).",
+    )
+    retention: float = Field(
+        default=0.8,
+        gt=0,
+        le=1,
+        description="COD: share of chains that go one depth deeper (paper: 0.8; arXiv 2504.18583).",
+    )
+    retention_floor: float = Field(
+        default=0.0, ge=0, le=1, description="COD: smallest share of anchors kept at any depth."
+    )
+    max_length_tokens: int = Field(
+        default=2048, ge=8, description="Tokens packed into one sequence. Documents longer than this are cut."
+    )
+    sequences_per_step: int = Field(
+        default=1, ge=1, description="Packed sequences whose gradients are summed before an optimizer step."
+    )
     num_epochs: float = Field(default=3.0, gt=0, description="Passes over the data.")
-    time_budget_s: float | None = Field(default=None, gt=0, description="Stop after so many seconds of training (the schedule decays over it); None: by epochs only.")
-    peak_learning_rate: float = Field(default=1e-3, gt=0, description="AdamW's peak learning rate (the paper uses 1e-4 at its scale).")
-    warmup_share: float = Field(default=0.0025, ge=0, lt=1, description="Share of the steps that warm up linearly (paper: 0.0025).")
+    time_budget_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="Stop after so many seconds of training (the schedule decays over it); None: by epochs only.",
+    )
+    peak_learning_rate: float = Field(
+        default=1e-3, gt=0, description="AdamW's peak learning rate (the paper uses 1e-4 at its scale)."
+    )
+    warmup_share: float = Field(
+        default=0.0025, ge=0, lt=1, description="Share of the steps that warm up linearly (paper: 0.0025)."
+    )
     decay: Literal["linear", "cosine"] = Field(default="linear", description="Shape of the decay to 0.")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay.")
     betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW betas.")
     max_gradient_norm: float = Field(default=1.0, gt=0, description="Gradient clipping.")
-    dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="Computation; master weights are float32 in either case.")
-    chains_per_segment: int = Field(default=512, ge=1, description="Chains whose placeholders are in memory at once.")
+    dtype: Literal["bfloat16", "float32"] = Field(
+        default="bfloat16", description="Computation; master weights are float32 in either case."
+    )
+    chains_per_segment: int = Field(
+        default=512, ge=1, description="Chains whose placeholders are in memory at once."
+    )
     rows_per_chunk: int = Field(default=1024, ge=1, description="Rows of logits in memory at once.")
-    checkpoint_interval_s: float = Field(default=60.0, gt=0, description="Seconds between resumable checkpoints.")
+    checkpoint_interval_s: float = Field(
+        default=60.0, gt=0, description="Seconds between resumable checkpoints."
+    )
     device: str = Field(default="auto", description="`auto`, `cpu`, `cuda`, `cuda:1`.")
     seed: int = Field(default=0, description="Seed of initialisation, order and chains.")
 
@@ -149,7 +246,9 @@ class CandidateSettings(Settings):
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$", description="`challenger`, `champion`, or any name.")
     path: Path = Field(description="Exported drafter.")
-    speculation: Literal["peagle", "eagle3"] = Field(default="peagle", description="`peagle` drafts in parallel, `eagle3` token by token.")
+    speculation: Literal["peagle", "eagle3"] = Field(
+        default="peagle", description="`peagle` drafts in parallel, `eagle3` token by token."
+    )
 
 
 class EvaluateSettings(Settings):
@@ -157,16 +256,33 @@ class EvaluateSettings(Settings):
 
     dataset: Path = Field(description="Directory that `prepare` wrote; its evaluation split is used.")
     target: Path = Field(description="Directory of the target model.")
-    output: Path = Field(description="Directory for cells, answers and evaluation.json. Finished cells are not measured again.")
-    candidates: tuple[CandidateSettings, ...] = Field(default=(), description="Drafters; no speculation is always measured too.")
+    output: Path = Field(
+        description="Directory for cells, answers and evaluation.json. Finished cells are not measured again."
+    )
+    candidates: tuple[CandidateSettings, ...] = Field(
+        default=(), description="Drafters; no speculation is always measured too."
+    )
     num_speculative_tokens: tuple[int, ...] = Field(default=(3, 5), min_length=1, description="Values of K.")
     concurrency: tuple[int, ...] = Field(default=(1, 4, 16), min_length=1, description="Requests in flight.")
     max_answer_tokens: int = Field(default=128, ge=1, description="Tokens of one answer.")
-    prompts_per_domain: int = Field(default=24, ge=1, description="Held-out prompts per domain whose acceptance is measured one by one (bootstrap).")
-    requests_per_concurrency: int = Field(default=8, ge=1, description="Requests of a speed measurement are this times sqrt(concurrency), at least the concurrency.")
-    length_buckets_tokens: tuple[int, ...] = Field(default=(256, 1024, 4096), description="Upper edges of context-length buckets (prompt + answer).")
+    prompts_per_domain: int = Field(
+        default=24,
+        ge=1,
+        description="Held-out prompts per domain whose acceptance is measured one by one (bootstrap).",
+    )
+    requests_per_concurrency: int = Field(
+        default=8,
+        ge=1,
+        description="Requests of a speed measurement are this times sqrt(concurrency), at least the concurrency.",
+    )
+    length_buckets_tokens: tuple[int, ...] = Field(
+        default=(256, 1024, 4096), description="Upper edges of context-length buckets (prompt + answer)."
+    )
     temperature: float = Field(default=0.0, ge=0, le=2, description="0 is greedy.")
-    identity_dtypes: tuple[Literal["bfloat16", "float32"], ...] = Field(default=("bfloat16", "float32"), description="Number formats in which greedy output with and without the drafter is compared; float32 proves it.")
+    identity_dtypes: tuple[Literal["bfloat16", "float32"], ...] = Field(
+        default=("bfloat16", "float32"),
+        description="Number formats in which greedy output with and without the drafter is compared; float32 proves it.",
+    )
     identity_prompts: int = Field(default=8, ge=1, description="Prompts of the float32 comparison.")
     server: ServerSettings = Field(default_factory=ServerSettings, description="How servers are started.")
     seed: int = Field(default=0, description="Seed of the choice of prompts and of the bootstrap.")
@@ -175,11 +291,58 @@ class EvaluateSettings(Settings):
 class GateThresholds(Settings):
     """What a challenger must show. Lower bounds are of the bootstrap interval over prompts."""
 
-    min_acceptance_length: float = Field(default=1.5, ge=1, description="Absolute floor of AL on each gated domain.")
-    min_speedup: float = Field(default=1.05, gt=0, description="Floor of output tokens/s over no speculation at the gated concurrency, at the best K.")
+    min_acceptance_length: float = Field(
+        default=1.5, ge=1, description="Absolute floor of AL on each gated domain."
+    )
+    min_speedup: float = Field(
+        default=1.05,
+        gt=0,
+        description="Floor of output tokens/s over no speculation at the gated concurrency, at the best K.",
+    )
     gated_concurrency: int = Field(default=1, ge=1, description="Concurrency at which the speed floor holds.")
-    non_inferiority_margin: float = Field(default=0.05, ge=0, description="AL that a challenger may lose to the champion, per domain and length bucket.")
-    min_prompts: int = Field(default=12, ge=2, description="Fewer prompts in a domain are not enough evidence.")
+    non_inferiority_margin: float = Field(
+        default=0.05,
+        ge=0,
+        description="AL that a challenger may lose to the champion, per domain and length bucket.",
+    )
+    min_prompts: int = Field(
+        default=12, ge=2, description="Fewer prompts in a domain are not enough evidence."
+    )
     confidence: float = Field(default=0.95, gt=0.5, lt=1, description="Of the bootstrap interval.")
-    gated_domains: tuple[str, ...] = Field(default=(), description="Domains that floors and comparison hold for; empty: those that trained.")
-    require_identical_float32: bool = Field(default=True, description="Reject when float32 greedy output differs with the drafter.")
+    gated_domains: tuple[str, ...] = Field(
+        default=(), description="Domains that floors and comparison hold for; empty: those that trained."
+    )
+    require_identical_float32: bool = Field(
+        default=True, description="Reject when float32 greedy output differs with the drafter."
+    )
+
+
+class DecideSettings(Settings):
+    """Judge a candidate by what was measured."""
+
+    evaluation: Path = Field(description="Directory that `evaluate` wrote.")
+    candidate: str = Field(default="challenger", description="Name of the candidate to judge.")
+    champion: str | None = Field(
+        default=None, description="Name of the candidate to compare with; None: absolute floors only."
+    )
+    thresholds: GateThresholds = Field(
+        default_factory=GateThresholds, description="What the candidate must show."
+    )
+    output: Path | None = Field(
+        default=None, description="JSON file to write; None: decision.json beside evaluation.json."
+    )
+
+
+class ReportSettings(Settings):
+    """Write what was measured and decided as one HTML page."""
+
+    evaluation: Path = Field(
+        description="Directory that `evaluate` wrote; `decide` has put its decision.json there."
+    )
+    training: Path | None = Field(
+        default=None, description="Directory that `train` wrote, for the loss curve."
+    )
+    drafter: Path | None = Field(default=None, description="Exported drafter, for its provenance.")
+    output: Path | None = Field(
+        default=None, description="HTML file to write; None: report.html beside evaluation.json."
+    )

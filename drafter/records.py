@@ -75,7 +75,9 @@ class ShardRecord(Record):
 class StatesRecord(Record):
     """`manifest.json` of a hidden-state directory, written last: without it nothing counts as done."""
 
-    digest: str = Field(description="Over dataset digest, split, target fingerprint and what changes the states.")
+    digest: str = Field(
+        description="Over dataset digest, split, target fingerprint and what changes the states."
+    )
     path: str
     split: Literal["train", "evaluation"]
     dataset_digest: str
@@ -98,7 +100,9 @@ class TrainingRecord(Record):
     """`training.json`, written when a training has ended."""
 
     path: str
-    fingerprint: str = Field(description="Over states digest, target fingerprint, settings that change the weights, warm start.")
+    fingerprint: str = Field(
+        description="Over states digest, target fingerprint, settings that change the weights, warm start."
+    )
     states_digest: str
     target_fingerprint: str
     num_steps: int
@@ -190,7 +194,9 @@ class EvaluationReport(Record):
     cells: tuple[Cell, ...]
     prompts: tuple[PromptAcceptance, ...]
     acceptance: tuple[AcceptanceSummary, ...]
-    greedy_identical_share: dict[str, dict[str, float]] = Field(description="candidate -> dtype -> share of answers identical to no speculation.")
+    greedy_identical_share: dict[str, dict[str, float]] = Field(
+        description="candidate -> dtype -> share of answers identical to no speculation."
+    )
     train_domains: tuple[str, ...]
     machine: str
     versions: dict[str, str]
@@ -202,7 +208,9 @@ class ReleaseDecision(Record):
 
     outcome: Literal["approve", "reject", "not_enough_evidence"]
     reasons: tuple[str, ...]
-    num_speculative_tokens: int | None = Field(default=None, description="K that measured best at the gated concurrency.")
+    num_speculative_tokens: int | None = Field(
+        default=None, description="K that measured best at the gated concurrency."
+    )
 
     @property
     def approved(self) -> bool:
