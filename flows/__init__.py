@@ -1,0 +1,1 @@
+"""What happens, in order. A flow reads as the paragraph a colleague would say aloud."""
