@@ -1,0 +1,159 @@
+"""A new drafter and its teacher, made from the target's weights.
+
+Shapes: H hidden size, V vocabulary, Vd draft vocabulary, L layers of the target, n layers of the drafter.
+
+A drafter that starts where the target ends learns in a fraction of the steps: `fc` passes the deepest
+auxiliary state through, the layers are copies of the target's last ones, norm and head are the target's.
+vLLM loads the result like any other, because only values differ, not shapes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from drafter.errors import CheckpointError
+from drafter.loss import TeacherHead
+from drafter.model import DecoderLayer, Drafter, DrafterConfig
+from drafter.target import weight_files
+
+_SMALL = 0.02  # standard deviation that Llama-type models are initialised with
+
+
+class TargetTensors:
+    """The target's tensors by name, read when asked for, over one or several safetensors files."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the files' headers.
+
+        Raises:
+            CheckpointError: there are no safetensors files.
+        """
+        self._path = path
+        self._files: dict[str, Path] = {}
+        for file in weight_files(path):
+            with safe_open(file, framework="pt") as handle:
+                self._files.update(dict.fromkeys(handle.keys(), file))
+
+    def __contains__(self, name: str) -> bool:
+        return self._find(name) is not None
+
+    def get(self, name: str) -> Tensor:
+        """One whole tensor, in the target's type.
+
+        Raises:
+            CheckpointError: the target has no tensor of that name.
+        """
+        found = self._find(name)
+        if found is None:
+            raise CheckpointError(
+                f"{self._path} has no tensor {name}",
+                "a Llama-type target with Hugging Face's tensor names",
+                "check that the weight files are complete, or choose another target",
+            )
+        with safe_open(self._files[found], framework="pt") as handle:
+            return handle.get_tensor(found)
+
+    def rows(self, name: str, ids: Tensor) -> Tensor:
+        """Rows `ids` of a matrix."""
+        return self.get(name)[ids]
+
+    @property
+    def head_name(self) -> str:
+        """Name of the output head; with tied embeddings, of the embedding."""
+        return "lm_head.weight" if "lm_head.weight" in self else "model.embed_tokens.weight"
+
+    def _find(self, name: str) -> str | None:
+        """The name as stored: models that also see images keep text weights under another prefix."""
+        tail = name.removeprefix("model.")
+        candidates = (name, f"model.language_model.{tail}", f"language_model.{name}")
+        return next((candidate for candidate in candidates if candidate in self._files), None)
+
+
+def build_teacher(
+    config: DrafterConfig, draft_ids: Tensor, tensors: TargetTensors, dtype: torch.dtype, device: torch.device | str
+) -> TeacherHead:
+    """The target's final norm and the draft vocabulary's head rows."""
+    return TeacherHead(
+        norm=tensors.get("model.norm.weight").to(device, torch.float32),
+        weight=tensors.rows(tensors.head_name, draft_ids).to(device, dtype),
+        eps=config.rms_norm_eps,
+    )
+
+
+def build_drafter(
+    config: DrafterConfig, draft_ids: Tensor, tensors: TargetTensors, init_from_target: bool, seed: int
+) -> Drafter:
+    """A drafter to train; its embedding is always the target's.
+
+    Args:
+        draft_ids: [Vd] int64 target ids, ascending.
+        init_from_target: start head, norms, `fc` and layers from the target; else all at random.
+        seed: of the random values.
+
+    Raises:
+        CheckpointError: the target's embedding does not have the configured shape.
+    """
+    drafter = Drafter(config, draft_ids)
+    _randomize(drafter, seed)
+    embedding = tensors.get("model.embed_tokens.weight")
+    if embedding.shape != (config.vocab_size, config.hidden_size):
+        raise CheckpointError(
+            f"an embedding of {tuple(embedding.shape)}",
+            f"[{config.vocab_size}, {config.hidden_size}] as in the target's config.json",
+            "check that config.json and the weight files belong together",
+        )
+    # Frozen, the table stays in the target's type: half the memory, and no rounding on export.
+    dtype = torch.float32 if config.train_embedding else embedding.dtype
+    drafter.embed_tokens.weight.data = embedding.to(dtype)
+    with torch.no_grad():
+        drafter.mask_embedding.copy_(embedding[config.mask_token_id])
+        if init_from_target:
+            _initialize_from_target(drafter, tensors)
+    return drafter
+
+
+def _randomize(drafter: Drafter, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in drafter.named_parameters():
+        if parameter.dim() > 1 and name != "embed_tokens.weight":
+            nn.init.normal_(parameter, std=_SMALL, generator=generator)
+
+
+def _initialize_from_target(drafter: Drafter, tensors: TargetTensors) -> None:
+    config = drafter.config
+    drafter.norm.weight.copy_(tensors.get("model.norm.weight"))
+    drafter.lm_head.weight.copy_(tensors.rows(tensors.head_name, drafter.draft_ids))
+    # `fc` has three blocks, one for each auxiliary state; the last one is the deepest.
+    drafter.fc.weight.mul_(0.1)
+    drafter.fc.weight[:, 2 * config.hidden_size :] += torch.eye(config.hidden_size)
+    num_target_layers = _count_layers(tensors)
+    for index, layer in enumerate(drafter.layers):
+        source = num_target_layers - config.num_layers + index
+        _copy_layer(layer, tensors, f"model.layers.{source}", is_first=index == 0)  # type: ignore[arg-type]
+
+
+def _count_layers(tensors: TargetTensors) -> int:
+    count = 0
+    while f"model.layers.{count}.input_layernorm.weight" in tensors:
+        count += 1
+    return count
+
+
+def _copy_layer(layer: DecoderLayer, tensors: TargetTensors, prefix: str, is_first: bool) -> None:
+    """Copy what has the same shape. In layer 0 the target's projections read the fused state's half.
+
+    The embedding's half starts at random and small: what the next token tells is learned.
+    """
+    for name, parameter in layer.named_parameters():
+        source = f"{prefix}.{'input_layernorm.weight' if name == 'hidden_norm.weight' else name}"
+        if source not in tensors or (is_first and name == "input_layernorm.weight"):
+            continue
+        weight = tensors.get(source)
+        if parameter.shape == weight.shape:
+            parameter.copy_(weight)
+        elif is_first and parameter.shape == (weight.shape[0], 2 * weight.shape[1]):
+            parameter[:, weight.shape[1] :] = weight
