@@ -1,0 +1,319 @@
+"""Train a P-EAGLE drafter: the loop, from hidden states to final weights.
+
+Run again with the same settings a finished training returns at once; killed at any moment it continues
+from its checkpoint, to the same losses; other settings are refused (see training_directory.py).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+
+from drafter.chains import sample_chains
+from drafter.config import TrainSettings
+from drafter.device import choose_device, peak_memory_gb
+from drafter.errors import CheckpointError, FledgeError
+from drafter.export import load_exported_drafter
+from drafter.files import write_text_atomically
+from drafter.initialization import TargetTensors, build_drafter, build_teacher
+from drafter.interruption import StopSignals
+from drafter.metrics import FILE_NAME as METRICS_NAME
+from drafter.metrics import MetricsWriter, StepMetrics, read_metrics
+from drafter.model import Drafter, DrafterConfig
+from drafter.optimization import Optimizer, learning_rate_share
+from drafter.preflight import require_fit
+from drafter.progress import Progress, track
+from drafter.provenance import read_provenance
+from drafter.records import StatesRecord, TrainingRecord
+from drafter.sampler import PackedSequence, PackingPlan
+from drafter.shards import MANIFEST
+from drafter.target import Target, load_target
+from drafter.training_data import TrainingData, open_training_data
+from drafter.training_directory import (
+    RECORD_NAME,
+    SETTINGS_NAME,
+    fingerprint_of,
+    finished_training,
+    only_trainer_in,
+    save_result,
+)
+from drafter.training_state import (
+    Position,
+    TrainingState,
+    latest_checkpoint,
+    load_checkpoint,
+    raise_if_disk_full,
+    remove_checkpoints,
+    save_checkpoint,
+)
+from drafter.two_stream import StepOptions, count_supervised, two_stream_step
+
+_RECENT_STEPS = 50  # steps whose mean is reported as the final loss
+
+
+def train(settings: TrainSettings) -> TrainingRecord:
+    """Train to the end, or continue a training that was interrupted.
+
+    Raises:
+        DataError: states that cannot be trained on.
+        CheckpointError: a target, predecessor or output directory that does not fit.
+        SystemExit: 143 after SIGTERM, with a checkpoint written.
+    """
+    target = load_target(settings.target)
+    if settings.warm_start is not None:
+        require_fit(settings.warm_start, target)
+    states: StatesRecord = StatesRecord.load(settings.states / MANIFEST)
+    fingerprint = fingerprint_of(settings, states.digest, target)
+    with only_trainer_in(settings.output):
+        record = finished_training(settings.output, fingerprint)
+        if record is None:
+            record = _Training(settings, target, fingerprint).run()
+        remove_checkpoints(settings.output)
+    return record
+
+
+def new_drafter(settings: TrainSettings, target: Target, data: TrainingData) -> Drafter:
+    """A drafter before its first step; its vocabulary is what the assistant wrote most often."""
+    draft_ids = data.draft_vocabulary(settings.drafter.draft_vocab_size)
+    config = DrafterConfig.from_target(
+        target, settings.drafter, data.mask_token_id, data.states.record.auxiliary_layers
+    )
+    tensors = TargetTensors(target.path)
+    return build_drafter(config, draft_ids, tensors, settings.drafter.init_from_target, settings.seed)
+
+
+def check_predecessor(config: DrafterConfig, settings: TrainSettings, target: Target, data: TrainingData) -> None:
+    """Refuse to continue from a drafter of another shape, or of other auxiliary layers.
+
+    Raises:
+        CheckpointError: naming the first difference.
+    """
+    wanted = settings.drafter
+    pairs = {
+        "num_layers": (config.num_layers, wanted.num_layers),
+        "draft_vocab_size": (config.draft_vocab_size, min(wanted.draft_vocab_size, target.vocab_size)),
+        "norm_before_residual": (config.norm_before_residual, wanted.norm_before_residual),
+        "auxiliary_layers": (tuple(config.auxiliary_layers), tuple(data.states.record.auxiliary_layers)),
+    }
+    for name, (found, expected) in pairs.items():
+        if found != expected:
+            raise CheckpointError(
+                f"{settings.warm_start}: {name} is {found}",
+                f"{expected}, as this training's settings and states say",
+                f"set {name} to the predecessor's {found}, or train without warm_start",
+            )
+
+
+class _Training:
+    """A training in progress: what it learns from, what is learned, and where it stands."""
+
+    def __init__(self, settings: TrainSettings, target: Target, fingerprint: str) -> None:
+        self.settings = settings
+        self.device = choose_device(settings.device)
+        predecessor = None
+        if settings.warm_start is not None:
+            predecessor = load_exported_drafter(settings.warm_start, target, settings.drafter.train_embedding)
+        mask_token_id = predecessor.config.mask_token_id if predecessor else target.mask_token_id
+        self.data = open_training_data(settings.states, target, settings.max_length_tokens, mask_token_id)
+        if predecessor is None:
+            self.drafter = new_drafter(settings, target, self.data)
+        else:
+            check_predecessor(predecessor.config, settings, target, self.data)
+            self.drafter = predecessor
+        self.drafter.to(self.device)
+        self.teacher = build_teacher(
+            self.drafter.config,
+            self.drafter.draft_ids,
+            TargetTensors(target.path),
+            getattr(torch, settings.dtype),
+            self.device,
+        )
+        self.optimizer = Optimizer(self.drafter, settings)
+        self.generator = torch.Generator().manual_seed(settings.seed)
+        self.plan = PackingPlan(
+            self.data.lengths, self.data.documents, settings.max_length_tokens, settings.num_epochs, settings.seed
+        )
+        self.num_steps = math.ceil(len(self.plan) / settings.sequences_per_step)
+        self.position = Position(fingerprint=fingerprint, step=0, sequence=0, elapsed_s=0.0, num_tokens=0)
+        self.last_step_s = 0.0
+
+    def run(self) -> TrainingRecord:
+        """Resume if there is something to resume, train to the end, write the result."""
+        settings = self.settings
+        self.resume()
+        write_text_atomically(settings.output / SETTINGS_NAME, settings.model_dump_json(indent=2) + "\n")
+        try:
+            self.take_steps()
+            save_result(settings.output, self.drafter)
+        except OSError as error:
+            raise_if_disk_full(error, settings.output)
+            raise
+        record = self.record()
+        record.save(settings.output / RECORD_NAME)
+        return record
+
+    def take_steps(self) -> None:
+        """The loop: one optimizer step after the other until data or time end."""
+        checkpoint_at = time.monotonic() + self.settings.checkpoint_interval_s
+        sequences = self.plan.from_sequence(self.position.sequence)
+        metrics_path = self.settings.output / METRICS_NAME
+        with (
+            MetricsWriter(metrics_path, self.position.step) as metrics,
+            self.progress() as progress,
+            StopSignals() as signals,
+        ):
+            while not self.out_of_time() and (group := list(islice(sequences, self.settings.sequences_per_step))):
+                started_at = time.monotonic()
+                measured = self.step(group)
+                self.advance(len(group), measured.num_tokens, time.monotonic() - started_at)
+                metrics.append(self.describe(measured))
+                self.report(progress, measured)
+                if signals.asked:
+                    self.checkpoint()
+                    print(f"stopped at step {self.position.step} with a checkpoint", file=sys.stderr)
+                    signals.stop()
+                if time.monotonic() >= checkpoint_at:
+                    self.checkpoint()
+                    checkpoint_at = time.monotonic() + self.settings.checkpoint_interval_s
+
+    def step(self, group: list[PackedSequence]) -> Measured:
+        """Gradients of a few packed sequences, averaged over all their supervised predictions; one update."""
+        settings = self.settings
+        options = StepOptions(
+            dtype=getattr(torch, settings.dtype),
+            chains_per_segment=settings.chains_per_segment,
+            rows_per_chunk=settings.rows_per_chunk,
+        )
+        work = []
+        for sequence in group:
+            batch = self.data.batch(sequence.documents)
+            chains = sample_chains(
+                batch, settings.num_depths, settings.retention, settings.retention_floor, self.generator
+            )
+            work.append((batch.to(self.device), chains))
+        supervised = sum(count_supervised(batch, chains) for batch, chains in work)
+        normalizer = float(supervised.sum())
+        results = [
+            two_stream_step(self.drafter, self.teacher, batch, chains, options, normalizer)
+            for batch, chains in work
+        ]
+        loss = float(sum(float(result.loss_sum) for result in results)) / normalizer
+        learning_rate = settings.peak_learning_rate * self.learning_rate_share()
+        gradient_norm = self.optimizer.step(learning_rate)
+        if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
+            raise FledgeError(
+                f"step {self.position.step + 1}: loss {loss}, gradient norm {gradient_norm}",
+                "finite numbers; the training has diverged",
+                "lower --peak-learning-rate or raise --warmup-share, and start in a new output directory",
+            )
+        correct = sum(result.correct.cpu() for result in results)
+        accuracy = (correct / supervised.cpu().clamp(min=1)).tolist()
+        num_tokens = sum(batch.num_slots for batch, _ in work)
+        return Measured(loss, tuple(accuracy), gradient_norm, learning_rate, num_tokens)
+
+    def learning_rate_share(self) -> float:
+        """Of the step to come, at its middle: by steps, or by the time budget where that ends first."""
+        share = (self.position.step + 0.5) / self.num_steps
+        if self.settings.time_budget_s is not None:
+            elapsed_s = self.position.elapsed_s + self.last_step_s / 2
+            share = max(share, elapsed_s / self.settings.time_budget_s)
+        return learning_rate_share(share, self.settings.warmup_share, self.settings.decay)
+
+    def out_of_time(self) -> bool:
+        budget_s = self.settings.time_budget_s
+        return budget_s is not None and self.position.elapsed_s >= budget_s
+
+    def advance(self, num_sequences: int, num_tokens: int, step_s: float) -> None:
+        position = self.position
+        self.last_step_s = step_s
+        self.position = position.model_copy(
+            update={
+                "step": position.step + 1,
+                "sequence": position.sequence + num_sequences,
+                "elapsed_s": position.elapsed_s + step_s,
+                "num_tokens": position.num_tokens + num_tokens,
+            }
+        )
+
+    def describe(self, measured: Measured) -> StepMetrics:
+        return StepMetrics(
+            step=self.position.step,
+            epoch=self.plan.epochs_at(self.position.sequence),
+            elapsed_s=self.position.elapsed_s,
+            loss=measured.loss,
+            accuracy=measured.accuracy,
+            gradient_norm=measured.gradient_norm,
+            learning_rate=measured.learning_rate,
+            tokens_per_s=measured.num_tokens / self.last_step_s,
+            memory_gb=peak_memory_gb(self.device),
+        )
+
+    @contextmanager
+    def progress(self) -> Iterator[Progress]:
+        """Steps, or seconds of the time budget."""
+        budget_s = self.settings.time_budget_s
+        total, done, unit = self.num_steps, self.position.step, "steps"
+        if budget_s is not None:
+            total, done, unit = round(budget_s), int(self.position.elapsed_s), "s"
+        with track(total, "training", unit) as progress:
+            progress.advance(done)
+            yield progress
+
+    def report(self, progress: Progress, measured: Measured) -> None:
+        seconds = int(self.position.elapsed_s) - int(self.position.elapsed_s - self.last_step_s)
+        progress.note(f"step {self.position.step}, loss {measured.loss:.3f}, accuracy {measured.accuracy[0]:.3f}")
+        progress.advance(1 if self.settings.time_budget_s is None else seconds)
+
+    def checkpoint(self) -> None:
+        state = TrainingState(
+            self.position, self.drafter.trained_state(), self.optimizer.state(), self.generator.get_state()
+        )
+        save_checkpoint(self.settings.output, state)
+
+    def resume(self) -> None:
+        """Continue from the newest checkpoint, if there is one."""
+        path = latest_checkpoint(self.settings.output)
+        if path is None:
+            return
+        state = load_checkpoint(path, self.position.fingerprint)
+        self.drafter.load_trained_state(state.weights)
+        self.optimizer.load_state(state.optimizer)
+        self.generator.set_state(state.generator)
+        self.position = state.position
+
+    def record(self) -> TrainingRecord:
+        position = self.position
+        losses = [metrics.loss for metrics in read_metrics(self.settings.output / METRICS_NAME)][-_RECENT_STEPS:]
+        return TrainingRecord(
+            path=str(self.settings.output),
+            fingerprint=position.fingerprint,
+            states_digest=self.data.states.record.digest,
+            dataset_digest=self.data.states.record.dataset_digest,
+            target_fingerprint=self.data.target.fingerprint,
+            num_steps=position.step,
+            num_tokens=position.num_tokens,
+            num_epochs=self.plan.epochs_at(position.sequence),
+            final_loss=sum(losses) / len(losses),
+            elapsed_s=position.elapsed_s,
+            tokens_per_s=position.num_tokens / position.elapsed_s,
+            peak_memory_gb=peak_memory_gb(self.device),
+            warm_start=read_provenance(self.settings.warm_start).drafter.digest if self.settings.warm_start else None,
+        )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one optimizer step showed."""
+
+    loss: float
+    accuracy: tuple[float, ...]
+    gradient_norm: float
+    learning_rate: float
+    num_tokens: int
