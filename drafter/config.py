@@ -275,6 +275,11 @@ class EvaluateSettings(Settings):
         ge=1,
         description="Requests of a speed measurement are this times sqrt(concurrency), at least the concurrency.",
     )
+    full_grid_domains: tuple[str, ...] = Field(
+        default=(),
+        description="Domains whose speed is measured at every concurrency; the others only at the lowest, which "
+        "says what an unseen domain costs and saves half the time. Empty: the domains that trained.",
+    )
     length_buckets_tokens: tuple[int, ...] = Field(
         default=(256, 1024, 4096), description="Upper edges of context-length buckets (prompt + answer)."
     )
