@@ -21,7 +21,7 @@ find_python() {
     return 1
 }
 
-install() { "$directory/bin/python" -m pip install --quiet --no-compile --no-deps "$@"; }
+install() { "$directory/bin/python" -m pip install -qq --no-compile --no-deps "$@"; }
 
 # The plain torch of PyPI is the CUDA build, so the CPU build is asked for by its full version: from the
 # default index where it has it, else from PyTorch's own. A short timeout, so as not to hang offline.
