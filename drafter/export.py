@@ -170,6 +170,7 @@ def _write_files(output: Path, drafter: Drafter, target: Target) -> None:
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with atomic_path(output / WEIGHTS_NAME) as temporary:
         save_file(contiguous, temporary, metadata={"format": "pt"})
+        temporary.chmod(0o644)  # safetensors makes files private; a server may run as another user
     write_text_atomically(output / CONFIG_NAME, json.dumps(vllm_config(drafter.config, target), indent=2) + "\n")
 
 
