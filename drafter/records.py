@@ -56,6 +56,7 @@ class DatasetRecord(Record):
     num_evaluation: int
     num_duplicates: int = Field(description="Exact duplicates dropped.")
     num_problems: int = Field(description="Malformed conversations left out (on_problem=drop).")
+    num_withheld: int = Field(default=0, description="Kept from training: an evaluation source has the same prompt.")
     num_truncated: int
     num_per_domain: dict[str, dict[str, int]] = Field(description="domain -> {train, evaluation}.")
     train_domains: tuple[str, ...]
@@ -92,6 +93,7 @@ class StatesRecord(Record):
     num_supervised_tokens: int
     num_truncated: int
     num_skipped: int = Field(description="Conversations left out, e.g. an empty answer.")
+    greedy_answers: bool = Field(default=False, description="The target wrote the answers at temperature 0: they are its own greedy tokens.")
     elapsed_s: float
     tokens_per_s: float
 
@@ -104,6 +106,7 @@ class TrainingRecord(Record):
         description="Over states digest, target fingerprint, settings that change the weights, warm start."
     )
     states_digest: str
+    dataset_digest: str = Field(default="", description="Of the dataset that the states were extracted from.")
     target_fingerprint: str
     num_steps: int
     num_tokens: int = Field(description="Depth-0 slots seen, epochs counted.")

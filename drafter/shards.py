@@ -49,7 +49,9 @@ class Document:
     final: torch.Tensor
 
 
-def write_shard(directory: Path, index: int, documents: Sequence[Document], metadata: dict[str, str]) -> ShardRecord:
+def write_shard(
+    directory: Path, index: int, documents: Sequence[Document], metadata: dict[str, str]
+) -> ShardRecord:
     """Write one shard and its sidecar. `documents` is not empty; its states are finite.
 
     Raises:
@@ -65,7 +67,10 @@ def write_shard(directory: Path, index: int, documents: Sequence[Document], meta
         "final": torch.cat([d.final.to(torch.bfloat16) for d in documents]),
         "offsets": torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int64),
     }
-    names = {"ids": json.dumps([d.id for d in documents]), "domains": json.dumps([d.domain for d in documents])}
+    names = {
+        "ids": json.dumps([d.id for d in documents]),
+        "domains": json.dumps([d.domain for d in documents]),
+    }
     with atomic_path(directory / f"shard-{index:05d}.safetensors") as temporary:
         save_file(tensors, temporary, metadata={**metadata, **names})
         sha256 = sha256_of_file(temporary)
@@ -225,7 +230,9 @@ class HiddenStates:
         size = file.stat().st_size
         if size != shard.num_bytes:
             raise DataError(
-                f"{file} has {size} bytes", f"{shard.num_bytes}, as in {MANIFEST}", f"delete it, then {_AGAIN}"
+                f"{file} has {size} bytes",
+                f"{shard.num_bytes}, as in {MANIFEST}",
+                f"delete it, then {_AGAIN}",
             )
 
 

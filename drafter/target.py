@@ -234,4 +234,6 @@ def _read_json(path: Path, required: bool = True) -> dict[str, Any]:
     except ValueError as error:
         if not required and path.name == _FINGERPRINT_CACHE:
             return {}
-        raise CheckpointError(f"{path}: {error}", "a JSON object", "download or save the target again") from None
+        raise CheckpointError(
+            f"{path}: {error}", "a JSON object", "download or save the target again"
+        ) from None

@@ -1,0 +1,192 @@
+"""Conversation files of several shapes, read into one: OpenAI `messages`, ShareGPT; JSON, JSON lines, Parquet.
+
+Reading judges only what concerns the file. Whether a conversation makes sense is `drafter.profile`'s matter,
+so a record that cannot be read is handed on with its problem in words and the place where it stands.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import fsspec
+
+from drafter.errors import DataError
+from drafter.files import digest_of
+
+SUFFIXES = (".jsonl", ".json", ".parquet")
+
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+_SHAPE = 'an object with "messages" (role, content) or ShareGPT "conversations" (from, value)'
+
+
+@dataclass(frozen=True)
+class RawConversation:
+    """A conversation as found.
+
+    Attributes:
+        source: file and line (or row), for messages to the user.
+        turns: (role, content) pairs; roles of ShareGPT are translated, unknown ones left as they are.
+        explicit_id: the file's own id, if it has one.
+        problem: why the record could not be read, or None.
+    """
+
+    source: str
+    turns: tuple[tuple[str, str], ...] = ()
+    explicit_id: str | None = None
+    problem: str | None = None
+
+
+def list_files(uri: str) -> list[str]:
+    """Files behind a URI, sorted: itself, or those of a folder with a known suffix.
+
+    Raises:
+        DataError: nothing there, or nothing of a known kind.
+    """
+    filesystem, path = _open_filesystem(uri)
+    if filesystem.isdir(path):
+        files = sorted(file for file in filesystem.find(path) if file.endswith(SUFFIXES))
+        if files:
+            return [filesystem.unstrip_protocol(file) if "://" in uri else file for file in files]
+        raise DataError(f"{uri} holds no {', '.join(SUFFIXES)} file", "at least one", "check the folder")
+    if not filesystem.exists(path):
+        raise DataError(f"{uri} does not exist", "a conversation file or a folder of them", "check the path")
+    if not path.endswith(SUFFIXES):
+        raise DataError(
+            f"{uri}: unknown kind of file", f"one of {', '.join(SUFFIXES)}", "rename or convert it"
+        )
+    return [uri]
+
+
+def files_digest(uris: list[str]) -> str:
+    """Digest over names, sizes and modification marks: equal digest, nothing changed."""
+    marks = []
+    for uri in uris:
+        filesystem, path = _open_filesystem(uri)
+        info = filesystem.info(path)
+        marks.append([uri, info["size"], str(info.get("ETag") or info.get("mtime"))])
+    return digest_of(marks)
+
+
+def read_file(uri: str) -> Iterator[RawConversation]:
+    """Conversations of one file.
+
+    Raises:
+        DataError: an empty file, or one that is not of the kind its name says.
+    """
+    if uri.endswith(".parquet"):
+        records = _read_parquet(uri)
+    else:
+        with fsspec.open(uri, "rb") as handle:
+            content = handle.read()
+        if not content.strip():
+            raise DataError(
+                f"{uri} is empty", f"one conversation per line: {_SHAPE}", "leave the file out, or fill it"
+            )
+        is_array = uri.endswith(".json") and content.lstrip()[:1] == b"["
+        records = _read_json_array(uri, content) if is_array else _read_json_lines(uri, content)
+    for source, value in records:
+        yield value if isinstance(value, RawConversation) else _interpret(source, value)
+
+
+def _open_filesystem(uri: str) -> tuple[Any, str]:
+    try:
+        filesystem, path = fsspec.core.url_to_fs(uri)
+        filesystem.exists(path)
+    except Exception as error:  # each filesystem has its own errors: credentials, network, missing package
+        raise DataError(
+            f"{uri} cannot be reached: {type(error).__name__}: {error}",
+            "a local path or a URI that fsspec opens (s3://bucket/key)",
+            "check the URI, its credentials (AWS_PROFILE, AWS_ENDPOINT_URL_S3) and that its package is installed",
+        ) from None
+    return filesystem, path
+
+
+def _read_json_lines(uri: str, content: bytes) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        source = f"{uri}, line {number}"
+        try:
+            yield source, json.loads(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            yield (
+                source,
+                RawConversation(source, problem=f"bytes that are not UTF-8 at column {error.start + 1}"),
+            )
+        except ValueError as error:
+            yield source, RawConversation(source, problem=f"broken JSON: {error}")
+
+
+def _read_json_array(uri: str, content: bytes) -> Iterator[tuple[str, Any]]:
+    try:
+        values = json.loads(content.decode("utf-8"))
+    except ValueError as error:
+        raise DataError(
+            f"{uri}: broken JSON: {error}", "a JSON array", "repair the file at that place"
+        ) from None
+    if not values:
+        raise DataError(
+            f"{uri} is an empty array", "at least one conversation", "leave the file out, or fill it"
+        )
+    for number, value in enumerate(values, start=1):
+        yield f"{uri}, element {number}", value
+
+
+def _read_parquet(uri: str) -> Iterator[tuple[str, Any]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with fsspec.open(uri, "rb") as handle:
+            file = pq.ParquetFile(handle)
+            if file.metadata.num_rows == 0:
+                raise DataError(
+                    f"{uri} has no row", "at least one conversation", "leave the file out, or fill it"
+                )
+            number = 0
+            for batch in file.iter_batches():
+                for value in batch.to_pylist():
+                    number += 1
+                    yield f"{uri}, row {number}", value
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(
+            f"{uri}: not readable as Parquet: {error}", "a whole Parquet file", "write it again"
+        ) from None
+
+
+def _interpret(source: str, value: Any) -> RawConversation:
+    """Turn a decoded record into turns, whichever of the two shapes it has."""
+    if not isinstance(value, dict):
+        return RawConversation(source, problem=f"{type(value).__name__} instead of {_SHAPE}")
+    explicit_id = None if value.get("id") is None else str(value["id"])
+    if isinstance(value.get("messages"), list):
+        keys, turns = ("role", "content"), value["messages"]
+    elif isinstance(value.get("conversations"), list):
+        keys, turns = ("from", "value"), value["conversations"]
+    else:
+        return RawConversation(
+            source, explicit_id=explicit_id, problem=f"fields {sorted(value)} instead of {_SHAPE}"
+        )
+    read: list[tuple[str, str]] = []
+    for number, turn in enumerate(turns, start=1):
+        role = turn.get(keys[0]) if isinstance(turn, dict) else None
+        content = _text_of(turn.get(keys[1])) if isinstance(turn, dict) else None
+        if not isinstance(role, str) or content is None:
+            problem = f'turn {number} is not text with "{keys[0]}" and "{keys[1]}"'
+            return RawConversation(source, tuple(read), explicit_id, problem)
+        read.append((_SHAREGPT_ROLES.get(role, role) if keys[0] == "from" else role, content))
+    return RawConversation(source, tuple(read), explicit_id)
+
+
+def _text_of(content: Any) -> str | None:
+    """Content as text: a string, null (an empty turn), or OpenAI's list of text parts; None for all else."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
+        return "".join(str(part.get("text", "")) for part in content)
+    return None
