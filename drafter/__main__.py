@@ -86,6 +86,12 @@ def run_report(settings: config.ReportSettings) -> str:
     return str(report_from_files(settings))
 
 
+def show_evaluation(report: EvaluationReport) -> None:
+    from drafter.terminal_report import show_evaluation as show
+
+    show(report)
+
+
 def exit_code_of_preflight(problems: Any) -> int:
     return 1 if problems else 0
 
@@ -167,6 +173,7 @@ VERBS = (
             "python -m drafter evaluate --dataset work/dataset --target models/target --output work/evaluation "
             '--candidates \'{"name": "challenger", "path": "work/drafter"}\' --concurrency 1,4',
         ),
+        show=show_evaluation,
     ),
     Verb(
         "decide",

@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,6 +39,8 @@ class Verb:
         purpose: one paragraph.
         examples: commands that can be pasted.
         exit_code: of a result that came back; 0 if not given.
+        show: prints a result for people; a table of its fields if not given.
+        as_plain: a result as what --json prints; its fields if not given.
     """
 
     name: str
@@ -47,6 +49,8 @@ class Verb:
     purpose: str
     examples: tuple[str, ...]
     exit_code: Callable[[Any], int] = lambda result: 0
+    show: Callable[[Any], None] = field(default=lambda result: show_result(result))
+    as_plain: Callable[[Any], Any] = field(default=lambda result: plain_result(result))
 
 
 def run_verbs(program: str, description: str, verbs: Sequence[Verb], arguments: Sequence[str]) -> int:
@@ -70,7 +74,10 @@ def run_verbs(program: str, description: str, verbs: Sequence[Verb], arguments: 
     try:
         settings, options = parse_verb(program, verb, arguments[1:])
         result = verb.run(settings)
-        _print_result(result, as_json=options.json)
+        if options.json:
+            print(json.dumps(verb.as_plain(result)))
+        else:
+            verb.show(result)
         sys.stdout.flush()
         return verb.exit_code(result)
     except FledgeError as error:
@@ -109,7 +116,7 @@ def parse_verb(program: str, verb: Verb, arguments: Sequence[str]) -> tuple[Any,
 def build_parser(program: str, verb: Verb) -> tuple[argparse.ArgumentParser, CliSettingsSource[Any]]:
     """The argument parser of a verb; every field of its settings is a flag."""
 
-    class Flags(BaseSettings, verb.settings):  # type: ignore[name-defined,misc]
+    class Flags(BaseSettings, verb.settings):  # type: ignore[name-defined]
         model_config = SettingsConfigDict(cli_hide_none_type=True, cli_avoid_json=True)
 
     examples = "\n".join(f"  {example}" for example in verb.examples)
@@ -126,7 +133,7 @@ def build_parser(program: str, verb: Verb) -> tuple[argparse.ArgumentParser, Cli
     parser.add_argument(
         "--json", action="store_true", help="print the result as JSON on the last line of stdout"
     )
-    source = CliSettingsSource(
+    source: CliSettingsSource[Any] = CliSettingsSource(
         Flags,
         root_parser=parser,
         cli_kebab_case=True,
@@ -216,10 +223,8 @@ def _explain_os_error(command: str, error: OSError) -> int:
     return EXIT_USER_ERROR
 
 
-def _print_result(result: Any, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(_as_plain(result)))
-        return
+def show_result(result: Any) -> None:
+    """A record as a table, a list by lines."""
     if isinstance(result, BaseModel):
         from rich.console import Console
         from rich.table import Table
@@ -235,17 +240,18 @@ def _print_result(result: Any, as_json: bool) -> None:
             print(item)
 
 
+def plain_result(result: Any) -> Any:
+    """A record, or a list of records, as JSON's own types."""
+    if isinstance(result, BaseModel):
+        return result.model_dump(mode="json")
+    if isinstance(result, list | tuple):
+        return [plain_result(item) for item in result]
+    return result
+
+
 def _short(value: Any) -> str:
     """A value as a table shows it: long lists by their length, the rest as JSON."""
     if isinstance(value, float):
         return f"{value:.4g}"
     text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 300 else f"{len(value)} entries"
-
-
-def _as_plain(result: Any) -> Any:
-    if isinstance(result, BaseModel):
-        return result.model_dump(mode="json")
-    if isinstance(result, list | tuple):
-        return [_as_plain(item) for item in result]
-    return result
+    return text if len(text) <= 300 or isinstance(value, str) else f"{len(value)} entries"

@@ -125,11 +125,10 @@ def running_services(places: Places, ports: Ports) -> Iterator[list[Service]]:
             service.stop()
 
 
-def service_environment(places: Places, ports: Ports) -> dict[str, str]:
-    """What server, worker and the flows that it starts read; a value that is set already is kept."""
+def environment_defaults(places: Places) -> dict[str, str]:
+    """What Prefect, MLflow and Great Expectations are told unless the environment says otherwise."""
     home = places.home.resolve()
-    prefect = f"http://{HOST}:{ports.prefect}"
-    defaults = {
+    return {
         "PREFECT_HOME": str(home / "prefect"),
         "PREFECT_LOCAL_STORAGE_PATH": str(home / "prefect" / "storage"),
         # A crash of the server must not leak a concurrency slot.
@@ -139,16 +138,21 @@ def service_environment(places: Places, ports: Ports) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "GX_ANALYTICS_ENABLED": "false",
-        "FLEDGE_HOME": str(home),
+    }
+
+
+def service_environment(places: Places, ports: Ports) -> dict[str, str]:
+    """What server, worker and the flows that it starts read."""
+    prefect = f"http://{HOST}:{ports.prefect}/api"
+    ours = {
+        "PREFECT_API_URL": prefect,
+        "PREFECT_SERVER_UI_API_URL": prefect,  # else a page on another port calls 4200
+        "FLEDGE_HOME": str(places.home.resolve()),
         "FLEDGE_PAGES_URL": f"http://{HOST}:{ports.pages}",
         "FLEDGE_MLFLOW_UI_URL": f"http://{HOST}:{ports.mlflow}",
-    }
-    here = {
-        "PREFECT_API_URL": f"{prefect}/api",
-        "PREFECT_SERVER_UI_API_URL": f"{prefect}/api",  # else a page on another port calls 4200
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
     }
-    return {**defaults, **os.environ, **here}
+    return {**environment_defaults(places), **os.environ, **ours}
 
 
 def _services(places: Places, ports: Ports) -> list[Service]:

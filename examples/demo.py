@@ -1,0 +1,120 @@
+"""`make demo`: from nothing to a measured, judged and registered drafter on this machine.
+
+Run again, everything is found done: nothing is fetched, generated or trained a second time.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from drafter.errors import FledgeError
+from examples.demo_conversations import write_conversations
+from examples.demo_settings import MAX_PROMPTS, demo_settings
+from examples.smollm2 import TARGET, ensure_target
+from flows.command_line import show_run
+from tasks.local_services import environment_defaults
+from tasks.settings import Places
+
+EXIT_USER_ERROR = 1
+EXIT_INTERRUPTED = 130
+
+
+def main() -> int:
+    """Run the demo; 0 when the pipeline worked, whatever the gate decided, and the output says which."""
+    console = Console()
+    try:
+        run_demo(console)
+    except FledgeError as error:
+        console.print(f"make demo: {error}", style="red", markup=False, highlight=False)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        console.print("\ninterrupted; make demo continues where it stopped")
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def run_demo(console: Console) -> None:
+    """Target, conversations, the flow, and what came of it."""
+    # Before Prefect is imported: it reads its environment once.
+    places = Places()
+    for name, value in environment_defaults(places).items():
+        os.environ.setdefault(name, value)
+    seconds: dict[str, float] = {}
+
+    started = time.monotonic()
+    console.rule("1/3  the target: SmolLM2-135M-Instruct")
+    target = ensure_target(TARGET)
+    seconds["target"] = time.monotonic() - started
+
+    console.rule("2/3  conversations: Python's standard library, and HumanEval")
+    conversations = write_conversations(Path(".fledge/demo/conversations"), MAX_PROMPTS)
+    settings = demo_settings(target, conversations)
+    settings_file = Path(".fledge/demo/settings.json")
+    settings_file.write_text(settings.model_dump_json(indent=2) + "\n", encoding="utf-8")
+
+    console.rule("3/3  retrain-drafter")
+    from flows.retrain_drafter import retrain_drafter
+    from tasks.find_runs import find_run
+
+    record = retrain_drafter(settings)
+    seconds |= stage_seconds(record.run_id)
+    run = find_run(places, record.run_id)
+
+    console.rule("what came of it")
+    show_run(run)
+    console.print(_stage_table(seconds, total_s=time.monotonic() - started))
+    if not run.record.trained:
+        console.print("The same data, target and settings had a drafter already: nothing was trained.")
+    console.print(_next_steps(run.record.decision.approved, settings_file), highlight=False, soft_wrap=True)
+
+
+def stage_seconds(flow_run_id: str) -> dict[str, float]:
+    """Seconds of each of the flow run's tasks, in the order in which they started."""
+    from uuid import UUID
+
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+    from prefect.client.schemas.sorting import TaskRunSort
+
+    chosen = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(flow_run_id)]))
+    with get_client(sync_client=True) as client:
+        runs = client.read_task_runs(flow_run_filter=chosen, sort=TaskRunSort.EXPECTED_START_TIME_ASC)
+    return {run.name.rpartition("-")[0] or run.name: run.total_run_time.total_seconds() for run in runs}
+
+
+def _stage_table(seconds: dict[str, float], total_s: float) -> Table:
+    table = Table("stage", "seconds", title="time", title_justify="left")
+    table.columns[1].justify = "right"
+    for stage, elapsed_s in seconds.items():
+        if elapsed_s >= 0.5:
+            table.add_row(stage, f"{elapsed_s:.0f}")
+    table.add_row("all", f"{total_s:.0f}", style="bold")
+    return table
+
+
+def _next_steps(approved: bool, settings_file: Path) -> str:
+    judged = (
+        "The gate approved: the version has the alias challenger and awaits a person's word."
+        if approved
+        else "The gate did not approve, for the reasons above. The pipeline worked: the version is registered "
+        "without the alias challenger, and nothing in production changed. Exit code 0."
+    )
+    return f"""
+{judged}
+
+What next:
+  .venv/bin/fledge report                                the last run again; --json for scripts
+  make up                                                the run form, the registry and the report in a browser
+  .venv/bin/fledge retrain --settings {settings_file}    the same run, to be changed
+  .venv/bin/fledge retrain --help                        your own conversations and target
+"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

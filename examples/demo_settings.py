@@ -1,0 +1,35 @@
+"""The demo's values: what fits two cores and about 25 minutes. Everything else keeps its default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from drafter.config import DrafterSettings, GateThresholds, SourceSettings
+from tasks.retrain_settings import RetrainSettings
+
+# Prompts of a domain that are used, chosen by hash.
+MAX_PROMPTS = 1600
+
+
+def demo_settings(target: Path, conversations: dict[str, Path]) -> RetrainSettings:
+    """Train on the standard library's prompts; measure on held-out ones and on HumanEval, never trained on."""
+    return RetrainSettings(
+        sources=(
+            SourceSettings(uri=str(conversations["python-stdlib"]), domain="python-stdlib", use="split"),
+            SourceSettings(uri=str(conversations["humaneval"]), domain="humaneval", use="evaluation"),
+        ),
+        target=target,
+        max_length_tokens=1024,
+        dataset={"evaluation_share": 0.04, "max_evaluation_conversations": 64},
+        states={"max_answer_tokens": 192},
+        drafter=DrafterSettings(num_layers=2, draft_vocab_size=8192),
+        training={
+            "num_depths": 6,
+            "retention": 0.7,
+            "num_epochs": 4,
+            "time_budget_s": 540,
+            "decay": "cosine",
+        },
+        evaluation={"num_speculative_tokens": (3, 5), "concurrency": (1, 4, 16), "max_answer_tokens": 128},
+        gate=GateThresholds(min_acceptance_length=1.5, min_speedup=1.05),
+    )
