@@ -40,15 +40,22 @@ _GX_SEVERITY = {"stop": "critical", "warn": "warning"}
 def derive_columns(profile: pandas.DataFrame) -> pandas.DataFrame:
     """The profile with the columns that the expectations read.
 
-    - `problem`: null where there is none.
+    - `malformed`: the problem in words; null where there is none, or only one that has a check of its own
+      (empty turns, characters that did not decode).
     - `kept_id`, `kept_sides`: id, and number of sides its prompt is on, of conversations that are used.
     - `in_train`, `in_evaluation`: 1 for those on that side.
     - `answer_share`: share of supervised tokens where the data brings an answer.
     """
+    import pandas
+
     frame = profile.copy()
     if "problem" not in frame:
         return frame  # the expectation on columns says what is missing
-    frame["problem"] = frame["problem"].where(frame["problem"].astype("string").fillna("") != "", None)
+    has_own_check = pandas.Series(False, index=frame.index)
+    for column in ("num_empty_turns", "num_undecodable"):
+        if column in frame:
+            has_own_check |= frame[column] > 0
+    frame["malformed"] = frame["problem"].where(~has_own_check)
     if {"roles", "last_role", "supervised_share"} <= set(frame):
         frame["roles"] = [_joined_roles(roles) for roles in frame["roles"]]
         frame["answer_share"] = frame["supervised_share"].where(frame["last_role"] == "assistant")
@@ -96,7 +103,7 @@ def build_expectations(choices: ValidationChoices, window_tokens: int, has_answe
             gxe.ExpectColumnValuesToBeNull,
             "conversations are well formed",
             choices.on_malformed,
-            column="problem",
+            column="malformed",
             mostly=1 - choices.max_malformed_share,
         ),
         check(

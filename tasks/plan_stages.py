@@ -31,6 +31,7 @@ from tasks.find_sources import fingerprint_source
 from tasks.retrain_settings import RetrainSettings
 from tasks.settings import Places
 
+FIRST_ATTEMPT = "first"
 # Where something is, and how the server is reached, changes no result.
 _PLACES = {"dataset", "target", "states", "training", "output", "python", "port", "start_timeout_s"}
 
@@ -53,12 +54,12 @@ class RetrainPlan:
     Args:
         settings: this run's values.
         places: where things live.
-        attempt: empty, or with `force` a name of this attempt that keeps its weights apart.
+        attempt: `first`, or with `force` a name of this attempt that keeps its weights apart.
     """
 
     settings: RetrainSettings
     places: Places
-    attempt: str = ""
+    attempt: str = FIRST_ATTEMPT
 
     @property
     def target_fingerprint(self) -> str:

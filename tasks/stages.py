@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect import Task, task
-from prefect.cache_policies import CacheKeyFnPolicy
+from prefect.cache_policies import NO_CACHE, CacheKeyFnPolicy
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TaskRunContext
 
@@ -127,7 +127,7 @@ def estimate_acceptance(settings: EstimateSettings) -> AcceptanceEstimate:
     return run_verb("estimate", settings, AcceptanceEstimate)
 
 
-@task(name="preflight", timeout_seconds=timedelta(minutes=10).total_seconds())
+@task(name="preflight", cache_policy=NO_CACHE, timeout_seconds=timedelta(minutes=10).total_seconds())
 def check_drafter(settings: PreflightSettings) -> None:
     """Name what is wrong with a drafter before a server is started with it.
 
@@ -149,7 +149,7 @@ def evaluate_drafters(settings: EvaluateSettings) -> EvaluationReport:
     return run_verb("evaluate", settings, EvaluationReport)
 
 
-@task(name="report", timeout_seconds=timedelta(minutes=10).total_seconds())
+@task(name="report", cache_policy=NO_CACHE, timeout_seconds=timedelta(minutes=10).total_seconds())
 def write_report(settings: ReportSettings) -> Path:
     """Write the HTML page of what was measured and decided."""
     return Path(run_verb_json("report", settings))

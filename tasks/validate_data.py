@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from prefect import task
+from prefect.cache_policies import NO_CACHE
 from pydantic import Field
 
 from drafter.errors import DataError
@@ -75,7 +76,7 @@ class ValidationRecord(Record):
         )
 
 
-@task(name="validate", timeout_seconds=1800)
+@task(name="validate", cache_policy=NO_CACHE, timeout_seconds=1800)
 def validate_data(
     dataset: DatasetRecord, choices: ValidationChoices, window_tokens: int, output: Path
 ) -> ValidationRecord:
