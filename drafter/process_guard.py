@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
         arguments,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=_end_with_the_guard,  # noqa: PLW1509 - the guard has one thread, so this is safe
+        preexec_fn=_end_with_the_guard,
     )
     while command.poll() is None and not stop_asked:
         readable, _, _ = select.select([sys.stdin], [], [], _POLL_S)

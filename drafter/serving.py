@@ -84,6 +84,8 @@ def vllm_environment(settings: ServerSettings, base: Mapping[str, str] | None = 
         VLLM_CPU_KVCACHE_SPACE=str(math.ceil(settings.kv_cache_gb)),  # vLLM reads whole GiB only
     )
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for name in [name for name in environment if name.lower() in ("http_proxy", "https_proxy", "all_proxy")]:
+        environment.pop(name)  # everything these processes talk to is on this machine
     preload = [str(path) for path in _preloads(settings.python)]
     if preload and "LD_PRELOAD" not in environment:
         environment["LD_PRELOAD"] = ":".join(preload)
@@ -107,7 +109,9 @@ def require_vllm_environment(settings: ServerSettings) -> Path:
     Raises:
         ServerError: there is no such interpreter, or vLLM is not installed beside it.
     """
-    python = settings.python.absolute()  # not resolved: a venv's python is a link, and the link is what counts
+    python = (
+        settings.python.absolute()
+    )  # not resolved: a venv's python is a link, and the link is what counts
     remedy = "run `make setup`, or set server.python to the interpreter of an environment that has vLLM"
     if not os.access(python, os.X_OK):
         raise ServerError(f"no Python interpreter at {python}", "the vLLM environment's interpreter", remedy)

@@ -1,0 +1,267 @@
+"""Measure drafters inside vLLM, against serving without one. No torch here.
+
+Order of work: for each variant one server; its speed while nothing else runs, then its answers. After that
+two servers in each further number format (usually float32) say whether greedy output is identical.
+Everything finished is kept in `cells/`; `evaluation.json` is written last.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from drafter.answers import Answer
+from drafter.benchmark_client import BenchmarkClient
+from drafter.config import EvaluateSettings
+from drafter.errors import DataError
+from drafter.files import digest_of
+from drafter.held_out import HeldOutPrompt, choose_prompts
+from drafter.measurement import (
+    Bench,
+    SpeedTask,
+    Variant,
+    identity_name,
+    served_name,
+    server_for,
+    speed_tasks,
+    variants,
+)
+from drafter.preflight import require_fit
+from drafter.progress import track
+from drafter.provenance import digest_of_drafter, digests_of, versions
+from drafter.records import Cell, DatasetRecord, EvaluationReport, PromptAcceptance
+from drafter.serving import require_vllm_environment
+from drafter.statistics import length_bucket, summarise
+from drafter.target import Target, load_target
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "evaluation.json"
+
+
+def evaluate(settings: EvaluateSettings) -> EvaluationReport:
+    """Measure every candidate at every K, or return what was measured before with the same inputs.
+
+    Raises:
+        DataError: no held-out prompt.
+        CheckpointError: a candidate that does not fit the target.
+        ServerError: no vLLM environment, or a server that does not start or dies.
+    """
+    started_at = time.monotonic()
+    target = load_target(settings.target)
+    dataset = DatasetRecord.load(settings.dataset / "dataset.json")
+    drafters = _check_candidates(settings, target)
+    base = _base(settings, target, dataset)
+    digest = digest_of(
+        [base, drafters, settings.model_dump(mode="json", exclude={"dataset", "target", "output"})]
+    )
+    finished = _finished(settings.output / FILE_NAME, digest)
+    if finished is not None:
+        return finished
+    require_vllm_environment(settings.server)
+    window = settings.server.max_model_len_tokens or target.max_position_embeddings
+    prompts = choose_prompts(settings, window)
+    bench = Bench(settings, prompts, base, drafters)
+    tasks = speed_tasks(settings, list(prompts), dataset.train_domains)
+    _measure(bench, tasks, target.path)
+    report = _assemble(bench, tasks, target, dataset, digest, time.monotonic() - started_at)
+    report.save(settings.output / FILE_NAME)
+    return report
+
+
+def _check_candidates(settings: EvaluateSettings, target: Target) -> dict[str, str]:
+    """Preflight each candidate; return the digests of their files by name."""
+    names = [candidate.name for candidate in settings.candidates]
+    if len(set(names)) != len(names) or "none" in names:
+        raise ValueError(f"candidate names must differ, and none may be called `none`: {names}")
+    for candidate in settings.candidates:
+        require_fit(candidate.path, target)
+    return {one.name: digest_of_drafter(digests_of(one.path)) for one in settings.candidates}
+
+
+def _base(settings: EvaluateSettings, target: Target, dataset: DatasetRecord) -> dict[str, object]:
+    """What every unit depends on. Paths, ports and time limits change no number."""
+    server = settings.server.model_dump(mode="json", exclude={"python", "port", "start_timeout_s"})
+    return {
+        "target": target.fingerprint,
+        "dataset": dataset.digest,
+        "server": server,
+        "max_answer_tokens": settings.max_answer_tokens,
+        "prompts_per_domain": settings.prompts_per_domain,
+        "temperature": settings.temperature,
+        "seed": settings.seed,
+        "vllm": versions(settings.server.python).get("vllm"),
+    }
+
+
+def _finished(path: Path, digest: str) -> EvaluationReport | None:
+    if not path.exists():
+        return None
+    try:
+        report: EvaluationReport = EvaluationReport.load(path)
+    except DataError:
+        return None
+    return report if report.digest == digest else None
+
+
+# --- measuring --------------------------------------------------------------------------------------
+
+
+def _measure(bench: Bench, tasks: Sequence[SpeedTask], target: Path) -> None:
+    """Run what is not finished yet, one server per variant."""
+    settings = bench.settings
+    dtype = settings.server.dtype
+    everything = [prompt for prompts in bench.prompts.values() for prompt in prompts]
+    all_variants = variants(settings)
+    total = len(all_variants) * (len(tasks) + 1) + len(_identity_passes(bench))
+    with track(total, "measuring in vLLM", "units") as progress:
+        with BenchmarkClient(settings.server, settings.output / "benchmarks") as client:
+            for variant in all_variants:
+                missing = [task for task in tasks if bench.speed(variant, task) is None]
+                lacks_answers = bench.answers(variant, served_name(settings)) is None
+                progress.advance(len(tasks) + 1 - len(missing) - lacks_answers)
+                if not missing and not lacks_answers:
+                    continue
+                progress.note(f"starting {variant.label}")
+                with server_for(bench, variant, dtype, target) as server:
+                    for task in missing:
+                        progress.note(f"{variant.label}, {task.domain}, concurrency {task.concurrency}")
+                        bench.measure_speed(server, client, variant, task)
+                        progress.advance()
+                    if lacks_answers:
+                        progress.note(f"{variant.label}, acceptance per prompt")
+                        bench.measure_answers(
+                            server, variant, served_name(settings), everything, greedy=False
+                        )
+                        progress.advance()
+        for variant, number_format in _identity_passes(bench):
+            name = identity_name(settings, number_format)
+            if bench.answers(variant, name) is None:
+                progress.note(f"{variant.label}, identity in {number_format}")
+                with server_for(bench, variant, number_format, target) as server:
+                    bench.measure_answers(server, variant, name, _identity_prompts(bench), greedy=True)
+            progress.advance()
+
+
+def _identity_variants(settings: EvaluateSettings) -> tuple[Variant, ...]:
+    """Each candidate at the largest K: the most drafted tokens, the most chances to differ."""
+    largest = max(settings.num_speculative_tokens)
+    return tuple(Variant(candidate, largest) for candidate in settings.candidates)
+
+
+def _identity_passes(bench: Bench) -> tuple[tuple[Variant, str], ...]:
+    """Passes that identity needs beyond the served one."""
+    settings = bench.settings
+    if not settings.candidates:
+        return ()
+    extra = [one for one in settings.identity_dtypes if identity_name(settings, one) != served_name(settings)]
+    return tuple(
+        (variant, one) for one in extra for variant in (Variant(None, 0), *_identity_variants(settings))
+    )
+
+
+def _identity_prompts(bench: Bench) -> list[HeldOutPrompt]:
+    """`identity_prompts` prompts, taken from the domains in turn."""
+    rounds = max(len(prompts) for prompts in bench.prompts.values())
+    mixed = [prompts[i] for i in range(rounds) for prompts in bench.prompts.values() if i < len(prompts)]
+    return mixed[: bench.settings.identity_prompts]
+
+
+# --- the report -------------------------------------------------------------------------------------
+
+
+def _assemble(
+    bench: Bench,
+    tasks: Sequence[SpeedTask],
+    target: Target,
+    dataset: DatasetRecord,
+    digest: str,
+    elapsed_s: float,
+) -> EvaluationReport:
+    """Put the finished units together."""
+    settings = bench.settings
+    prompts = tuple(_prompt_acceptance(bench))
+    return EvaluationReport(
+        path=str(settings.output.absolute()),
+        digest=digest,
+        target_fingerprint=target.fingerprint,
+        dataset_digest=dataset.digest,
+        drafters=bench.drafter_digests,
+        cells=tuple(_cells(bench, tasks)),
+        prompts=prompts,
+        acceptance=summarise(prompts, seed=settings.seed),
+        greedy_identical_share=_identical_shares(bench),
+        train_domains=dataset.train_domains,
+        machine=describe_machine(),
+        versions=versions(settings.server.python),
+        elapsed_s=round(elapsed_s, 1),
+    )
+
+
+def _cells(bench: Bench, tasks: Sequence[SpeedTask]) -> Iterator[Cell]:
+    for variant in variants(bench.settings):
+        for task in tasks:
+            unit = bench.speed(variant, task)
+            assert unit is not None, f"{variant.label} {task} was just measured"
+            yield unit.cell
+
+
+def _prompt_acceptance(bench: Bench) -> Iterator[PromptAcceptance]:
+    settings = bench.settings
+    for variant in variants(settings):
+        if variant.candidate is None:
+            continue
+        unit = bench.answers(variant, served_name(settings))
+        assert unit is not None, f"{variant.label} was just measured"
+        for answer in unit.answers:
+            context_tokens = answer.prompt_tokens + len(answer.token_ids)
+            yield PromptAcceptance(
+                conversation_id=answer.conversation_id,
+                domain=answer.domain,
+                drafter=variant.candidate.name,
+                num_speculative_tokens=variant.num_speculative_tokens,
+                context_tokens=context_tokens,
+                length_bucket=length_bucket(context_tokens, sorted(settings.length_buckets_tokens)),
+                num_drafts=answer.num_drafts,
+                num_accepted_tokens=answer.num_accepted_tokens,
+            )
+
+
+def _identical_shares(bench: Bench) -> dict[str, dict[str, float]]:
+    """Candidate -> number format -> share of greedy answers that are the same tokens as without a drafter."""
+    settings = bench.settings
+    shares: dict[str, dict[str, float]] = {}
+    for variant in _identity_variants(settings):
+        assert variant.candidate is not None
+        for dtype in settings.identity_dtypes:
+            name = identity_name(settings, dtype)
+            plain, drafted = bench.answers(Variant(None, 0), name), bench.answers(variant, name)
+            assert plain is not None
+            assert drafted is not None
+            shares.setdefault(variant.candidate.name, {})[dtype] = identical_share(
+                plain.answers, drafted.answers
+            )
+    return shares
+
+
+def identical_share(plain: Sequence[Answer], drafted: Sequence[Answer]) -> float:
+    """Share of answers with exactly the same tokens, prompt by prompt."""
+    expected = {answer.conversation_id: answer.token_ids for answer in plain}
+    return sum(expected[one.conversation_id] == one.token_ids for one in drafted) / len(drafted)
+
+
+def describe_machine() -> str:
+    """Processor, cores and memory, as far as this system tells."""
+    processor = platform.processor() or platform.machine()
+    memory = ""
+    if platform.system() == "Linux":
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                processor = line.split(":", 1)[1].strip()
+                break
+        memory = f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB memory"
+    return f"{processor}, {os.cpu_count()} cores{memory}"
