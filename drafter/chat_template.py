@@ -14,6 +14,7 @@ The newline after the end-of-turn token is the template's, not the model's: the 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,27 +28,35 @@ from drafter.target import load_target
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids and loss mask of one conversation, equally long.
+    """Token ids of one conversation, and which of them the assistant wrote.
 
     Attributes:
-        loss_mask: true where the assistant wrote the token, its end-of-turn token included.
+        answer_spans: one (start, end) of token positions per assistant turn, its end-of-turn token included.
         num_cut: tokens that truncation took off the end.
     """
 
     input_ids: tuple[int, ...]
-    loss_mask: tuple[bool, ...]
+    answer_spans: tuple[tuple[int, int], ...]
     num_cut: int = 0
+
+    @property
+    def loss_mask(self) -> tuple[bool, ...]:
+        """[T], true where the assistant wrote the token."""
+        mask = [False] * len(self.input_ids)
+        for start, end in self.answer_spans:
+            mask[start:end] = [True] * (end - start)
+        return tuple(mask)
 
     @property
     def num_supervised(self) -> int:
         """Tokens that the assistant wrote."""
-        return sum(self.loss_mask)
+        return sum(end - start for start, end in self.answer_spans)
 
     def truncated(self, max_length_tokens: int) -> Tokens:
         """The first `max_length_tokens`, ids and mask together."""
-        num_cut = max(len(self.input_ids) - max_length_tokens, 0)
-        kept = len(self.input_ids) - num_cut
-        return Tokens(self.input_ids[:kept], self.loss_mask[:kept], self.num_cut + num_cut)
+        kept = min(len(self.input_ids), max_length_tokens)
+        spans = tuple((start, min(end, kept)) for start, end in self.answer_spans if start < kept)
+        return Tokens(self.input_ids[:kept], spans, self.num_cut + len(self.input_ids) - kept)
 
 
 class ChatTemplate:
@@ -64,13 +73,7 @@ class ChatTemplate:
         Raises:
             DataError: the template refuses the conversation, or rewrites earlier turns.
         """
-        text = self.render(messages)
-        spans = [
-            self._answer_span(messages, index, text)
-            for index, m in enumerate(messages)
-            if m.role == "assistant"
-        ]
-        return self._tokenize(text, spans)
+        return self._tokenize(self.render(messages), messages)
 
     def encode_prompt(self, messages: Sequence[Message]) -> Tokens:
         """Ids and mask of everything the target reads before it writes the next answer.
@@ -80,17 +83,15 @@ class ChatTemplate:
         Raises:
             DataError: as in `encode`.
         """
-        text = self.render(messages, add_generation_prompt=True)
-        spans = [
-            self._answer_span(messages, index, text)
-            for index, m in enumerate(messages)
-            if m.role == "assistant"
-        ]
-        return self._tokenize(text, spans)
+        return self._tokenize(self.render(messages, add_generation_prompt=True), messages)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of an answer, without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def num_tokens(self, text: str) -> int:
+        """Length of a piece of text in tokens."""
+        return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         """The conversation as text.
@@ -129,19 +130,21 @@ class ChatTemplate:
                 )
         return len(before), len(with_answer)
 
-    def _tokenize(self, text: str, spans: Sequence[tuple[int, int]]) -> Tokens:
+    def _tokenize(self, text: str, messages: Sequence[Message]) -> Tokens:
         encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids = encoding["input_ids"]
         starts = [start for start, _ in encoding["offset_mapping"]]
-        mask = [False] * len(ids)
-        for first_character, end_character in spans:
-            inside = [i for i, start in enumerate(starts) if first_character <= start < end_character]
+        spans = []
+        for index, message in enumerate(messages):
+            if message.role != "assistant":
+                continue
+            first_character, end_character = self._answer_span(messages, index, text)
+            # Tokens are in the order of the text; one that straddles the beginning is the prompt's.
+            start, end = bisect_left(starts, first_character), bisect_left(starts, end_character)
             # What follows the end-of-turn token is written by the template.
-            ends = [i for i in inside if ids[i] in self._end_of_turn_ids]
-            last = ends[-1] if ends else inside[-1] if inside else -1
-            for i in inside:
-                mask[i] = i <= last
-        return Tokens(tuple(ids), tuple(mask))
+            ends = [i for i in range(start, end) if ids[i] in self._end_of_turn_ids]
+            spans.append((start, ends[-1] + 1 if ends else end))
+        return Tokens(tuple(ids), tuple(spans))
 
 
 @lru_cache(maxsize=4)

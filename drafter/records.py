@@ -71,6 +71,8 @@ class ShardRecord(Record):
     num_tokens: int
     num_supervised_tokens: int
     num_bytes: int
+    num_truncated: int = 0
+    num_skipped: int = 0
 
 
 class StatesRecord(Record):

@@ -10,6 +10,7 @@ after it and `manifest.json` after all: a run killed in between continues at the
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,13 +51,43 @@ class Document:
 
 
 def write_shard(
-    directory: Path, index: int, documents: Sequence[Document], metadata: dict[str, str]
+    directory: Path,
+    index: int,
+    documents: Sequence[Document],
+    metadata: dict[str, str],
+    num_truncated: int = 0,
+    num_skipped: int = 0,
 ) -> ShardRecord:
-    """Write one shard and its sidecar. `documents` is not empty; its states are finite.
+    """Write one shard and its sidecar; without documents (all skipped) only the sidecar.
+
+    Args:
+        metadata: of the whole run, put into the file: `target_fingerprint`, `auxiliary_layers`.
 
     Raises:
-        DataError: a state is NaN or infinite; nothing is written.
+        DataError: a state is NaN or infinite, or the disk is full; nothing is left behind.
     """
+    counts = {"num_truncated": num_truncated, "num_skipped": num_skipped}
+    record = ShardRecord(
+        file="", sha256="", num_conversations=0, num_tokens=0, num_supervised_tokens=0, num_bytes=0, **counts
+    )
+    try:
+        if documents:
+            record = _write_tensors(directory, index, documents, metadata).model_copy(update=counts)
+        record.save(directory / f"shard-{index:05d}.json")
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise DataError(
+            f"{directory}: the disk is full ({error.strerror})",
+            "room for the next shard",
+            "free disk space and run again; finished shards are kept",
+        ) from None
+    return record
+
+
+def _write_tensors(
+    directory: Path, index: int, documents: Sequence[Document], metadata: dict[str, str]
+) -> ShardRecord:
     for document in documents:
         check_finite(document, "the extractor")
     lengths = [len(document.input_ids) for document in documents]
@@ -71,22 +102,30 @@ def write_shard(
         "ids": json.dumps([d.id for d in documents]),
         "domains": json.dumps([d.domain for d in documents]),
     }
-    with atomic_path(directory / f"shard-{index:05d}.safetensors") as temporary:
-        save_file(tensors, temporary, metadata={**metadata, **names})
+    nameless = directory / f"shard-{index:05d}.safetensors"  # its name is its content's
+    with atomic_path(nameless) as temporary:
+        _save(tensors, temporary, {**metadata, **names})
         sha256 = sha256_of_file(temporary)
-        final_path = directory / f"shard-{index:05d}-{sha256[:12]}.safetensors"
         num_bytes = temporary.stat().st_size
-    (directory / f"shard-{index:05d}.safetensors").replace(final_path)
-    record = ShardRecord(
-        file=final_path.name,
+    path = directory / f"shard-{index:05d}-{sha256[:12]}.safetensors"
+    nameless.replace(path)
+    return ShardRecord(
+        file=path.name,
         sha256=sha256,
         num_conversations=len(documents),
         num_tokens=sum(lengths),
         num_supervised_tokens=int(tensors["loss_mask"].sum()),
         num_bytes=num_bytes,
     )
-    record.save(directory / f"shard-{index:05d}.json")
-    return record
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except SafetensorError as error:  # the library hides the operating system's error in its text
+        if "No space left" in str(error) or "os error 28" in str(error):
+            raise OSError(errno.ENOSPC, "No space left on device") from None
+        raise
 
 
 def finished_shard(directory: Path, index: int) -> ShardRecord | None:

@@ -4,7 +4,7 @@ vLLM's own `ExampleHiddenStatesConnector` copies through pinned memory and CUDA 
 and its file is visible before it is whole. Here a file appears under its name only when it is whole (a
 client may simply wait for it), and a failed write leaves `<name>.error` with the reason.
 
-A file holds `hidden_states [T, layers, H]` and `token_ids [T]`; T counts prompt and output without the last
+`"kv_transfer_params": {"save_hidden_states": false}` in a request writes no file. A file holds `hidden_states [T, layers, H]` and `token_ids [T]`; T counts prompt and output without the last
 sampled token, which was never an input and so has no state.
 
     --kv-transfer-config '{"kv_connector": "HiddenStatesConnector", "kv_role": "kv_producer",
@@ -14,10 +14,11 @@ sampled token, which was never an input and so has no state.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -25,6 +26,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     ExampleHiddenStatesConnector,
     PendingSave,
 )
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 
 class _Done:
@@ -39,6 +43,13 @@ class _Done:
 
 class HiddenStatesConnector(ExampleHiddenStatesConnector):
     """The stock connector, made to work on CPU and to show whole files only."""
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """As the stock one, except that a request may say that nobody wants its states."""
+        if (request.kv_transfer_params or {}).get("save_hidden_states", True):
+            return super().request_finished(request, block_ids)
+        self._request_filenames.pop(request.request_id, None)
+        return False, None
 
     def _submit_async_write(self, pending: PendingSave) -> None:
         """Copy the states out of the cache now (its blocks are freed next), write the file in a thread."""
@@ -59,7 +70,9 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):
         future.add_done_callback(partial(self._on_write_done, pending.req_id))
 
     @staticmethod
-    def _write_tensors(tensors: dict[str, torch.Tensor], event: Any, filename: str, lock_fd: int | None) -> None:
+    def _write_tensors(
+        tensors: dict[str, torch.Tensor], event: Any, filename: str, lock_fd: int | None
+    ) -> None:
         """Write beside the final name, then rename: whoever sees the file sees all of it."""
         partial_path = Path(f"{filename}.partial")
         try:
@@ -68,7 +81,10 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):
             os.replace(partial_path, filename)
         except Exception as error:
             partial_path.unlink(missing_ok=True)
-            Path(f"{filename}.error").write_text(f"{type(error).__name__}: {error}")
+            with contextlib.suppress(
+                OSError
+            ):  # the disk may be too full even for this; the empty file says so
+                Path(f"{filename}.error").write_text(f"{type(error).__name__}: {error}")
             raise
         finally:
             if lock_fd is not None:

@@ -39,7 +39,9 @@ def register() -> None:
         return
     # The platform hands out the kernels when a worker starts, which is after plugins are loaded.
     cpu_triton_utils._expand_kernel_impl = expand
-    topk_topp_sampler.apply_top_k_top_p_pytorch = skip_without_rows(topk_topp_sampler.apply_top_k_top_p_pytorch)
+    topk_topp_sampler.apply_top_k_top_p_pytorch = skip_without_rows(
+        topk_topp_sampler.apply_top_k_top_p_pytorch
+    )
     logger.info("Fledge: sampling with speculation on CPU is fixed (vLLM %s)", vllm.__version__)
 
 
@@ -49,7 +51,7 @@ def expand(
     cu_num_tokens: torch.Tensor,
     replace_from: float,
     replace_to: float,
-    MAX_NUM_TOKENS: int | None = None,  # noqa: N803 - the kernel's own spelling
+    MAX_NUM_TOKENS: int | None = None,  # the kernel's own spelling
 ) -> None:
     """Repeat each request's value for each of its draft tokens.
 
