@@ -32,18 +32,22 @@ from tasks.retrain_settings import RetrainSettings
 from tasks.settings import Places
 
 FIRST_ATTEMPT = "first"
-# Where something is, and how the server is reached, changes no result.
-_PLACES = {"dataset", "target", "states", "training", "output", "python", "port", "start_timeout_s"}
+# Where something is, how a server is reached, and in which pieces work is done, changes no result ...
+_IGNORED = {"dataset", "target", "states", "training", "output", "python", "port", "start_timeout_s"}
+_IGNORED |= {"device", "checkpoint_interval_s", "chains_per_segment", "rows_per_chunk"}
+# ... and for what the target answers, the load of the server does not either. Speed is another matter.
+_LOAD = {"concurrency", "max_num_seqs", "kv_cache_gb"}
 
 
 def digest_of_settings(settings: Settings, **inputs: Any) -> str:
-    """Digest over a verb's settings without their places, and over its inputs' own digests."""
-    return digest_of({"settings": _without_places(settings.model_dump(mode="json")), **inputs})
+    """Digest over the settings of a verb that change its result, and over its inputs' own digests."""
+    ignored = _IGNORED | (_LOAD if isinstance(settings, ExtractSettings) else set())
+    return digest_of({"settings": _kept(settings.model_dump(mode="json"), ignored), **inputs})
 
 
-def _without_places(value: Any) -> Any:
+def _kept(value: Any, ignored: set[str]) -> Any:
     if isinstance(value, Mapping):
-        return {name: _without_places(item) for name, item in value.items() if name not in _PLACES}
+        return {name: _kept(item, ignored) for name, item in value.items() if name not in ignored}
     return value
 
 
