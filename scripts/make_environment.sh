@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # make_environment.sh DIRECTORY LOCK PACKAGE: a virtual environment with exactly the lock's versions,
 # and PACKAGE (a folder of this repository) installed so that edits take effect at once.
-# Safe to run again: a finished environment of the same lock is left alone.
+# Safe to run again: a finished environment of the same lock is left alone; of another lock, it is updated.
 set -euo pipefail
 directory=$1 lock=$2 package=$3
 
@@ -36,15 +36,25 @@ install_torch() {
     return 1
 }
 
-stamp="$directory/fledge-$(cat "$lock" "$package/pyproject.toml" | sha256sum | cut -c1-16).done"
-[ -e "$stamp" ] && exit 0
+checksum=$(cat "$lock" "$package/pyproject.toml" | sha256sum | cut -c1-16)
+stamp="$directory/fledge-$checksum.done"
+unfinished="$directory.unfinished" # beside it, because clearing the directory may be interrupted too
+[ -e "$stamp" ] && [ ! -e "$unfinished" ] && exit 0
 
 started=$SECONDS
-python=$(find_python)
-echo "$directory: building with $python ($(grep -c == "$lock") packages) ..."
-"$python" -m venv --clear "$directory"
+if [ -e "$unfinished" ] || ! "$directory/bin/python" -m pip --version >/dev/null 2>&1; then
+    python=$(find_python) # absent, or an installation was interrupted: from nothing
+    echo "$directory: building with $python ($(grep -c == "$lock") packages) ..."
+    touch "$unfinished"
+    "$python" -m venv --clear "$directory"
+else
+    echo "$directory: updating to its lock ..."
+    touch "$unfinished"
+fi
+rm -f "$directory"/fledge-*.done
 install_torch
 install -r "$lock"
 install --no-build-isolation --editable "$package"
+rm "$unfinished"
 touch "$stamp"
 echo "$directory: ready after $((SECONDS - started)) s"
