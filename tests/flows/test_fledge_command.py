@@ -1,0 +1,82 @@
+"""`fledge`: its verbs, help that needs no service, and what its mistakes get."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from drafter.command_line import Verb, parse_verb
+from flows.command_line import VERBS, exit_code_of_doctor
+from tasks.check_machine import Check
+from tasks.retrain_settings import RetrainSettings
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "flows.command_line", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        timeout=120,
+    )
+
+
+def test_verbs_are_frozen() -> None:
+    assert [verb.name for verb in VERBS] == ["retrain", "report", "runs", "up", "doctor"]
+
+
+def test_help_is_there_at_once() -> None:
+    started = time.monotonic()
+    assert "--training.time-budget-s" in run("retrain", "--help").stdout
+    assert time.monotonic() - started < 3, "help must import neither Prefect nor MLflow"
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
+def test_examples_parse(verb: Verb) -> None:
+    assert verb.examples
+    for example in verb.examples:
+        if "--settings" not in example:
+            parse_verb("fledge", verb, shlex.split(example)[2:])
+
+
+def test_a_run_can_be_repeated_from_its_settings_as_json(tmp_path: Path) -> None:
+    settings = RetrainSettings(seed=3, training={"num_epochs": 1.5, "betas": (0.8, 0.9)})
+    file = tmp_path / "retrain.json"
+    file.write_text(settings.model_dump_json())
+    parsed, _ = parse_verb("fledge", VERBS[0], ["--settings", str(file)])
+    assert parsed == settings
+    changed, _ = parse_verb(
+        "fledge", VERBS[0], ["--settings", str(file), "--training.num-epochs", "2", "--force"]
+    )
+    assert (changed.training.num_epochs, changed.training.betas, changed.force) == (2, (0.8, 0.9), True)
+
+
+@pytest.mark.parametrize("name", ["report", "retrain"])
+def test_a_user_error_exits_with_1_and_no_traceback(tmp_path: Path, name: str) -> None:
+    arguments = {"report": ["no-such-run"], "retrain": ["--gate.confidence", "2"]}[name]
+    done = run(name, *arguments, FLEDGE_HOME=str(tmp_path))
+    assert done.returncode == 1
+    assert "expected:" in done.stderr
+    assert "what to do:" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_no_runs_is_no_error(tmp_path: Path) -> None:
+    assert "fledge retrain" in run("runs", FLEDGE_HOME=str(tmp_path)).stdout
+    assert json.loads(run("runs", "--json", FLEDGE_HOME=str(tmp_path)).stdout.splitlines()[-1]) == []
+
+
+def test_doctor_exits_with_1_when_something_needs_doing() -> None:
+    well, ill = Check(name="a", found="b"), Check(name="a", found="b", remedy="c")
+    assert exit_code_of_doctor([well]) == 0
+    assert exit_code_of_doctor([well, ill]) == 1
