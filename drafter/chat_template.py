@@ -89,6 +89,10 @@ class ChatTemplate:
         """Text of an answer, without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
+    def decode_exactly(self, ids: Sequence[int]) -> str:
+        """Text of tokens, special ones included."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
     def num_tokens(self, text: str) -> int:
         """Length of a piece of text in tokens."""
         return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -98,13 +98,11 @@ def _write_tensors(
         "final": torch.cat([d.final.to(torch.bfloat16) for d in documents]),
         "offsets": torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int64),
     }
-    names = {
-        "ids": json.dumps([d.id for d in documents]),
-        "domains": json.dumps([d.domain for d in documents]),
-    }
+    contents = {**metadata, "ids": [d.id for d in documents], "domains": [d.domain for d in documents]}
     nameless = directory / f"shard-{index:05d}.safetensors"  # its name is its content's
     with atomic_path(nameless) as temporary:
-        _save(tensors, temporary, {**metadata, **names})
+        # One entry: safetensors writes several in random order, and equal content shall have equal bytes.
+        _save(tensors, temporary, {"fledge": json.dumps(contents, sort_keys=True)})
         sha256 = sha256_of_file(temporary)
         num_bytes = temporary.stat().st_size
     path = directory / f"shard-{index:05d}-{sha256[:12]}.safetensors"
@@ -239,11 +237,11 @@ class HiddenStates:
         handle = self._open(shard)
         record = self._shards[shard]
         file = self.path / record.file
-        metadata = handle.metadata() or {}
+        contents = json.loads((handle.metadata() or {}).get("fledge", "{}"))
         hidden_size = self.record.hidden_size
         offsets = handle.get_tensor("offsets").numpy()
         found = (
-            metadata.get("target_fingerprint"),
+            contents.get("target_fingerprint"),
             tuple(handle.get_slice("auxiliary").get_shape()),
             tuple(handle.get_slice("final").get_shape()),
             len(offsets) - 1,
@@ -260,7 +258,7 @@ class HiddenStates:
                 f"{expected}, as in {MANIFEST}",
                 "do not mix shards of different runs: " + _AGAIN,
             )
-        return json.loads(metadata["ids"]), json.loads(metadata["domains"]), offsets
+        return contents["ids"], contents["domains"], offsets
 
     def _check_size(self, shard: ShardRecord) -> None:
         file = self.path / shard.file
