@@ -93,8 +93,7 @@ def test_states_that_became_nan_on_disk_are_refused_when_read(states: Path) -> N
     opened = open_states(states)
     opened.document(0)
     with pytest.raises(DataError, match="not finite"):
-        for index in range(len(opened)):
-            opened.document(index)
+        opened.document(19)  # the last of its shard
     with pytest.raises(DataError, match="sha256"):
         opened.verify()
 
