@@ -81,9 +81,15 @@ def run_decide(settings: config.DecideSettings) -> ReleaseDecision:
 
 
 def run_report(settings: config.ReportSettings) -> str:
-    from drafter.report import report_from_files
+    from drafter.provenance import read_provenance
+    from drafter.report import write_report
 
-    return str(report_from_files(settings))
+    evaluation = EvaluationReport.load(settings.evaluation / "evaluation.json")
+    decision = ReleaseDecision.load(settings.evaluation / "decision.json")
+    metrics = settings.training / "metrics.jsonl" if settings.training else None
+    provenance = read_provenance(settings.drafter).model_dump(mode="json") if settings.drafter else {}
+    output = settings.output or settings.evaluation / "report.html"
+    return str(write_report(evaluation, decision, metrics, provenance, output))
 
 
 def show_evaluation(report: EvaluationReport) -> None:

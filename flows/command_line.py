@@ -76,9 +76,11 @@ def run_report(choice: ReportChoice) -> Any:
 
 
 def plain_report(run: Any) -> Any:
+    from drafter.provenance import read_provenance
     from drafter.report import report_as_json
 
-    return report_as_json(run.evaluation, run.record.decision, run.record.registry_uri, run.record.drafter)
+    provenance = read_provenance(Path(run.record.drafter)).model_dump(mode="json")
+    return report_as_json(run.evaluation, run.record.decision, run.record.registry_uri, provenance)
 
 
 def run_runs(choice: RunsChoice) -> Any:
@@ -121,7 +123,7 @@ def run_up(settings: UpSettings) -> None:
     print("starting Prefect, MLflow and a worker ...", file=sys.stderr)
     try:
         with running_services(Places(), ports) as services:
-            print(f"run form, runs, schedule   http://127.0.0.1:{ports.prefect}/deployments")
+            print(f"run form, runs, schedule   http://127.0.0.1:{ports.prefect}")
             print(f"registry and metrics       http://127.0.0.1:{ports.mlflow}")
             print(f"reports                    http://127.0.0.1:{ports.pages}")
             print("Ctrl-C ends all of them.", flush=True)
