@@ -16,7 +16,12 @@ from drafter.two_stream import StepOptions, placeholder_stream, real_stream
 
 @torch.no_grad()
 def draft_answers(
-    drafter: Drafter, input_ids: Tensor, auxiliary: Tensor, starts: Tensor, num_depths: int, options: StepOptions
+    drafter: Drafter,
+    input_ids: Tensor,
+    auxiliary: Tensor,
+    starts: Tensor,
+    num_depths: int,
+    options: StepOptions,
 ) -> Tensor:
     """Greedy guesses after each start, as a server drafts them in one parallel pass.
 
@@ -45,10 +50,10 @@ def draft_answers(
     best = [(hidden @ head.t()).argmax(-1, keepdim=True)]
     if num_depths > 1:
         chains = Chains(starts.cpu(), torch.full((len(starts),), num_depths - 1), num_depths)
-        pieces = []
+        first, pieces = batch.document_starts(), []
         for start in range(0, len(starts), options.chains_per_segment):
             segment = chains.segment(start, start + options.chains_per_segment)
-            output = placeholder_stream(drafter, batch.document_starts(), batch.positions, segment, stores, options)
+            output = placeholder_stream(drafter, first, batch.positions, segment, stores, options)
             pieces.append((output @ head.t()).argmax(-1))
         best.append(torch.cat(pieces).view(len(starts), num_depths - 1))
     return drafter.draft_ids[torch.cat(best, dim=1)]

@@ -74,7 +74,11 @@ class TargetTensors:
 
 
 def build_teacher(
-    config: DrafterConfig, draft_ids: Tensor, tensors: TargetTensors, dtype: torch.dtype, device: torch.device | str
+    config: DrafterConfig,
+    draft_ids: Tensor,
+    tensors: TargetTensors,
+    dtype: torch.dtype,
+    device: torch.device | str,
 ) -> TeacherHead:
     """The target's final norm and the draft vocabulary's head rows."""
     return TeacherHead(

@@ -67,10 +67,13 @@ class _RmsNorm(torch.autograd.Function):
     """x / rms(x) * weight, computed in float32; with `residual`, of x + residual, which is returned too."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         total = x if residual is None else x + residual
         wide = total.float()
-        scale = torch.rsqrt(torch.linalg.vecdot(wide, wide).div_(wide.shape[-1]).add_(eps)).unsqueeze(-1)
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = norm.square_().div_(wide.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(total, scale, weight)
         ctx.has_residual = residual is not None
         ctx.set_materialize_grads(False)  # the sum often has no gradient of its own
@@ -81,11 +84,11 @@ class _RmsNorm(torch.autograd.Function):
         total, scale, weight = ctx.saved_tensors
         by_output = gradients[0].float()
         normed = total * scale  # float32 by promotion
-        by_weight = torch.einsum("ri,ri->i", by_output, normed) if ctx.needs_input_grad[2] else None
+        by_weight = (by_output * normed).sum(0) if ctx.needs_input_grad[2] else None
         if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
             return None, None, by_weight, None
         by_normed = by_output * weight
-        mean = torch.linalg.vecdot(by_normed, normed).div_(normed.shape[-1]).unsqueeze(-1)
+        mean = (by_normed * normed).mean(-1, keepdim=True)
         by_total = by_normed.sub_(normed.mul_(mean)).mul_(scale).to(total.dtype)
         if gradients[1] is not None:
             by_total = by_total + gradients[1]

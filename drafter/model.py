@@ -54,11 +54,11 @@ class DrafterConfig(BaseModel):
     @model_validator(mode="after")
     def _check_shape(self) -> DrafterConfig:
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"{self.num_heads} query heads do not divide among {self.num_kv_heads} key/value heads")
+            raise ValueError(f"{self.num_heads} query heads do not divide among {self.num_kv_heads} kv heads")
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"mask token {self.mask_token_id} outside a vocabulary of {self.vocab_size}")
         if self.draft_vocab_size > self.vocab_size:
-            raise ValueError(f"draft vocabulary {self.draft_vocab_size} larger than the target's {self.vocab_size}")
+            raise ValueError(f"draft vocabulary {self.draft_vocab_size} exceeds the target's")
         return self
 
     @classmethod
@@ -173,7 +173,8 @@ class Drafter(nn.Module):
         """
         super().__init__()
         if draft_ids.shape != (config.draft_vocab_size,) or bool((draft_ids.diff() <= 0).any()):
-            raise ValueError(f"draft_ids must be {config.draft_vocab_size} ascending ids, not {draft_ids.shape}")
+            expected = f"{config.draft_vocab_size} ascending ids"
+            raise ValueError(f"draft_ids must be {expected}, not {tuple(draft_ids.shape)}")
         size = config.hidden_size
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, size)
@@ -251,8 +252,9 @@ class Drafter(nn.Module):
         if "embed_tokens.weight" not in state:
             raise _mismatch("no embed_tokens.weight", "the whole embedding with the mask token's row")
         embedding = state["embed_tokens.weight"]
-        if embedding.shape != self.embed_tokens.weight.shape:
-            raise _mismatch(f"embedding of {tuple(embedding.shape)}", str(tuple(self.embed_tokens.weight.shape)))
+        own_shape = tuple(self.embed_tokens.weight.shape)
+        if embedding.shape != own_shape:
+            raise _mismatch(f"embedding of {tuple(embedding.shape)}", str(own_shape))
         state["mask_embedding"] = embedding[self.config.mask_token_id]
         if not self.config.train_embedding:
             del state["embed_tokens.weight"]
@@ -305,7 +307,7 @@ def rope_frequencies(config: DrafterConfig) -> tuple[Tensor, float]:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     shape = LlamaConfig(
-        hidden_size=config.hidden_size,
+        hidden_size=config.num_heads * config.head_dim,
         num_attention_heads=config.num_heads,
         head_dim=config.head_dim,
         max_position_embeddings=config.max_position_embeddings,

@@ -1,6 +1,6 @@
 """Exact P-EAGLE gradients in two streams: real slots once, then chains of placeholders in segments.
 
-Shapes: N slots, R rows of a stream, H hidden size, P placeholders of a segment, K depths, Vd draft vocabulary.
+Shapes: N slots, R rows of a stream, H hidden size, P placeholders of a segment, K depths.
 
 Depth-0 slots never see a placeholder, so the flat masked forward over slots and placeholders splits:
 
@@ -113,8 +113,9 @@ def _run(
     if len(slots):
         stores, hidden = real_stream(drafter, batch, options, slots)
         real_gradient = loss.gradient(hidden, slots, torch.zeros_like(slots))
+        first = batch.document_starts()
         for segment in _segments(chains, options.chains_per_segment):
-            placeholders = placeholder_stream(drafter, batch.document_starts(), batch.positions, segment, stores, options)
+            placeholders = placeholder_stream(drafter, first, batch.positions, segment, stores, options)
             chain, depth = (index.to(drafter.device) for index in segment.elements())
             predicting = segment.anchors.to(drafter.device)[chain] + depth
             gradient = loss.gradient(placeholders, predicting, depth)

@@ -53,7 +53,9 @@ def _rope(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     return torch.cat([rotated.real, rotated.imag], dim=-1)
 
 
-def flat_logits(weights: dict[str, Tensor], config: DrafterConfig, batch: PackedBatch, chains: Chains) -> Tensor:
+def flat_logits(
+    weights: dict[str, Tensor], config: DrafterConfig, batch: PackedBatch, chains: Chains
+) -> Tensor:
     """Drafter logits [M, Vd] of every element."""
     anchors, depths = flat_elements(batch.num_slots, chains)
     documents = torch.bucketize(torch.arange(batch.num_slots), torch.tensor(batch.offsets[1:]), right=True)
@@ -67,7 +69,8 @@ def flat_logits(weights: dict[str, Tensor], config: DrafterConfig, batch: Packed
     residual = torch.zeros_like(output)
     eps, heads = config.rms_norm_eps, config.num_heads
     for index in range(config.num_layers):
-        layer = {name.split(".", 2)[2]: w for name, w in weights.items() if name.startswith(f"layers.{index}.")}
+        prefix = f"layers.{index}."
+        layer = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
         residual = residual + output
         if index == 0:
             normed = _norm(residual, layer["hidden_norm.weight"], eps)
@@ -93,7 +96,11 @@ def flat_logits(weights: dict[str, Tensor], config: DrafterConfig, batch: Packed
 
 
 def flat_loss(
-    weights: dict[str, Tensor], config: DrafterConfig, teacher: TeacherHead, batch: PackedBatch, chains: Chains
+    weights: dict[str, Tensor],
+    config: DrafterConfig,
+    teacher: TeacherHead,
+    batch: PackedBatch,
+    chains: Chains,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mean KL over supervised predictions, and [K] counts of supervised and of correct ones."""
     anchors, depths = flat_elements(batch.num_slots, chains)
