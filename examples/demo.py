@@ -6,6 +6,7 @@ Run again, everything is found done: nothing is fetched, generated or trained a 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -85,7 +86,8 @@ def stage_seconds(flow_run_id: str) -> dict[str, float]:
     chosen = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(flow_run_id)]))
     with get_client(sync_client=True) as client:
         runs = client.read_task_runs(flow_run_filter=chosen, sort=TaskRunSort.EXPECTED_START_TIME_ASC)
-    return {run.name.rpartition("-")[0] or run.name: run.total_run_time.total_seconds() for run in runs}
+    # Prefect makes names unique by a hexadecimal suffix.
+    return {re.sub(r"-[0-9a-f]+$", "", run.name): run.total_run_time.total_seconds() for run in runs}
 
 
 def _stage_table(seconds: dict[str, float], total_s: float) -> Table:

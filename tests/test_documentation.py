@@ -76,14 +76,32 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
     assert {name for name in named if not ((ROOT / name).exists() or (page.parent / name).exists())} == set()
 
 
-def test_the_tree_of_the_readme_is_the_tree() -> None:
+def files_of_the_tree() -> set[str]:
+    """Paths that the README's tree names; an indented line lies in the folder of the line above it."""
     tree = re.search(r"## What is where\n\n```\n(.*?)```", README, re.DOTALL)
     assert tree is not None
-    named = {line.split()[0].rstrip("/") for line in tree.group(1).splitlines()}
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    folders = {path.split("/")[0] for path in tracked.splitlines() if "/" in path}
-    assert folders - named <= {".ci", "scripts"}
-    assert all((ROOT / name).exists() for name in named)
+    folder, paths = "", set()
+    for line in tree.group(1).splitlines():
+        name = line.split()[0]
+        assert len(line.split()) > 1 or name.endswith("/"), f"{name} is not explained"
+        if not line.startswith(" "):
+            folder = name if name.endswith("/") else ""
+        paths.add(folder + name if line.startswith(" ") else name)
+    return paths
+
+
+def test_the_tree_of_the_readme_names_every_module() -> None:
+    sources = {
+        str(path.relative_to(ROOT))
+        for folder in ("flows", "tasks", "drafter", "containers", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+        if path.name != "__init__.py" and "build" not in path.parts
+    }
+    assert sources - files_of_the_tree() == set()
+
+
+def test_the_tree_of_the_readme_names_nothing_else() -> None:
+    assert {name for name in files_of_the_tree() if not (ROOT / name).exists()} == set()
 
 
 def test_the_readme_shows_what_was_measured() -> None:
