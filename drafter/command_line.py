@@ -226,13 +226,14 @@ def _explain_os_error(command: str, error: OSError) -> int:
 def show_result(result: Any) -> None:
     """A record as a table, a list by lines."""
     if isinstance(result, BaseModel):
-        from rich.console import Console
         from rich.table import Table
+
+        from drafter.terminal_report import make_console
 
         table = Table(title=type(result).__name__, show_header=False, title_justify="left")
         for name, value in result.model_dump(mode="json").items():
             table.add_row(name, _short(value))
-        Console().print(table)
+        make_console().print(table)
     elif isinstance(result, str):
         print(result)
     elif result:

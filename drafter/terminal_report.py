@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 from rich.console import Console, Group, RenderableType
@@ -19,7 +20,12 @@ OUTCOMES = {
 
 def show_evaluation(report: EvaluationReport, console: Console | None = None) -> None:
     """Print speed and acceptance, domain by domain."""
-    (console or Console()).print(evaluation_tables(report))
+    (console or make_console()).print(evaluation_tables(report))
+
+
+def make_console() -> Console:
+    """The terminal, at its own width; into a file or a log, wide enough for the tables."""
+    return Console(width=None if sys.stdout.isatty() else 120)
 
 
 def evaluation_tables(report: EvaluationReport) -> RenderableType:
@@ -30,7 +36,8 @@ def evaluation_tables(report: EvaluationReport) -> RenderableType:
         known = "trained on" if domain in report.train_domains else "never seen in training"
         parts.append(Text(f"\n{domain} ({known})", style="bold"))
         parts.append(_speed_table([cell for cell in report.cells if cell.domain == domain]))
-        parts.append(_acceptance_table(report, domain))
+        if any(row.domain == domain for row in report.acceptance):
+            parts.append(_acceptance_table(report, domain))
     parts.append(_identity_text(report))
     return Group(*parts)
 
@@ -78,7 +85,7 @@ def _speed_table(cells: list[Cell]) -> Table:
 
 def _acceptance_table(report: EvaluationReport, domain: str) -> Table:
     table = Table(title="acceptance length (interval over prompts)", title_justify="left")
-    for heading in ("drafter", "K", "AL", "interval", "prompts", "accepted at position 1, 2, ..."):
+    for heading in ("drafter", "K", "AL", "interval", "prompts", "accepted at 1, 2, ..."):
         table.add_column(heading, justify="left" if heading == "drafter" else "right")
     for row in report.acceptance:
         if row.domain == domain and row.length_bucket == "all":

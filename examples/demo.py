@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from drafter.errors import FledgeError
+from drafter.terminal_report import make_console
 from examples.demo_conversations import write_conversations
 from examples.demo_settings import MAX_PROMPTS, demo_settings
 from examples.smollm2 import TARGET, ensure_target
@@ -28,7 +29,7 @@ EXIT_INTERRUPTED = 130
 
 def main() -> int:
     """Run the demo; 0 when the pipeline worked, whatever the gate decided, and the output says which."""
-    console = Console()
+    console = make_console()
     try:
         run_demo(console)
     except FledgeError as error:

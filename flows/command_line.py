@@ -91,12 +91,11 @@ def run_runs(choice: RunsChoice) -> Any:
 
 def show_run(run: Any) -> None:
     """Tables, decision, and where things are."""
-    from rich.console import Console
+    from drafter.terminal_report import decision_text, evaluation_tables, make_console
 
-    from drafter.terminal_report import decision_text, evaluation_tables
-
-    console = Console()
-    console.print(evaluation_tables(run.evaluation), "", decision_text(run.record.decision), "")
+    console = make_console()
+    for part in (evaluation_tables(run.evaluation), "", decision_text(run.record.decision), ""):
+        console.print(part)
     console.print(f"registry   {run.record.registry_uri}", highlight=False, soft_wrap=True)
     console.print(f"drafter    {run.record.drafter}", highlight=False, soft_wrap=True)
     console.print(f"report     {run.record.report}", highlight=False, soft_wrap=True)
@@ -104,8 +103,9 @@ def show_run(run: Any) -> None:
 
 
 def show_runs(records: Any) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from drafter.terminal_report import make_console
 
     table = Table("run", "ended", "decision", "registered", "trained", "MLflow run")
     for record in records:
@@ -113,7 +113,7 @@ def show_runs(records: Any) -> None:
         trained = "yes" if record.trained else "found"
         columns = (record.run_name, ended, record.decision.outcome, record.registry_uri, trained)
         table.add_row(*columns, record.mlflow_run_id)
-    Console().print(table if records else "no run has finished here yet; start one with fledge retrain")
+    make_console().print(table if records else "no run has finished here yet; start one with fledge retrain")
 
 
 def run_up(settings: UpSettings) -> None:
