@@ -135,7 +135,7 @@ def _examine(
     problem = find_problem(raw)
     row = _row_of(raw, source.domain, problem)
     if problem is None:
-        messages = tuple(Message(role=role, content=content) for role, content in raw.turns)  # type: ignore[arg-type]
+        messages = tuple(Message(role=role, content=content) for role, content in raw.turns)
         tokens, objection = encode_safely(template, messages)
         if objection is not None and mode == "stop":
             raise DataError(f"{raw.source}: {objection.given}", objection.expected, objection.remedy)
