@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -127,9 +128,10 @@ async def start_extractor(
     server = VllmServer(
         target.path,
         server_settings,
-        log_path=spool.parent / "server.log",
+        log_path=settings.output / "server.log",
         extra_args=extraction_arguments(layers, spool),
     )
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for each of thousands of requests
     limits = httpx.Limits(max_connections=settings.concurrency + 8)
     await asyncio.to_thread(server.start)
     try:
