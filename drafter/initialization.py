@@ -135,9 +135,9 @@ def _initialize_from_target(drafter: Drafter, tensors: TargetTensors) -> None:
     drafter.fc.weight.mul_(0.1)
     drafter.fc.weight[:, 2 * config.hidden_size :] += torch.eye(config.hidden_size)
     num_target_layers = _count_layers(tensors)
-    for index, layer in enumerate(drafter.layers):
+    for index in range(config.num_layers):
         source = num_target_layers - config.num_layers + index
-        _copy_layer(layer, tensors, f"model.layers.{source}", is_first=index == 0)  # type: ignore[arg-type]
+        _copy_layer(drafter.layer(index), tensors, f"model.layers.{source}", is_first=index == 0)
 
 
 def _count_layers(tensors: TargetTensors) -> int:

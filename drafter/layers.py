@@ -40,7 +40,7 @@ class ComputeWeights:
         self._copies[key] = (versions, copy)
         return copy
 
-    def linear(self, x: Tensor, *masters: nn.Parameter) -> Tensor:
+    def linear(self, x: Tensor, *masters: Tensor) -> Tensor:
         """`x` [R, I] through the stacked masters [O, I], without bias."""
         return _Linear.apply(x, self.of(*masters), *masters)
 

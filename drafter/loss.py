@@ -65,41 +65,19 @@ class LossSums:
         self.correct += torch.bincount(depths[correct], minlength=len(self.correct))
 
 
-def divergence(
-    logits: Tensor, teacher_logits: Tensor, scale: float | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """KL per row, whether the best tokens agree, and the gradient by `logits`.
-
-    Args:
-        logits: [R, Vd] of the drafter.
-        teacher_logits: [R, Vd] of the target.
-        scale: factor of the gradient (1 / predictions of the optimizer step); None: no gradient.
-
-    Returns:
-        loss [R] float32, agreement [R] bool, gradient [R, Vd] in the type of `logits` or None.
-    """
-    # Widened first: on a CPU, argmax and softmax of bfloat16 are ten times slower than of float32.
-    log_q = torch.log_softmax(logits.float(), dim=-1)
-    log_p = torch.log_softmax(teacher_logits.float(), dim=-1)
-    agreement = log_q.argmax(dim=-1) == log_p.argmax(dim=-1)
-    p = log_p.exp()
-    loss = log_p.sub_(log_q).mul_(p).sum(dim=-1)
-    if scale is None:
-        return loss, agreement, None
-    return loss, agreement, log_q.exp_().sub_(p).mul_(scale).to(logits.dtype)
-
-
 @dataclass(frozen=True)
 class RowTargets:
-    """What rows of hidden states are held against.
+    """What rows of hidden states are held against. U distinct slots are predicted by R >= U rows.
 
     Attributes:
-        final: [R, H] the target's states that the teacher is computed from.
+        final: [U, H] the target's states that teachers are computed from.
+        teacher: [R] int64 row of `final` that each row is held against, ascending.
         depths: [R] int64.
         reachable: [R] bool, whether the draft vocabulary holds the token that was written.
     """
 
     final: Tensor
+    teacher: Tensor
     depths: Tensor
     reachable: Tensor
 
@@ -120,7 +98,7 @@ def head_loss(
     Args:
         hidden: [R, H] normed output of the drafter, outside any graph.
         head: [Vd, H] the drafter's head.
-        scale: as in `divergence`.
+        scale: factor of the gradients (1 / predictions of the optimizer step); None: no gradients.
 
     Returns:
         Gradients by `hidden` [R, H] and by `head` [Vd, H] float32, or None without `scale`.
@@ -130,10 +108,37 @@ def head_loss(
     step = _CACHED_ROWS if logits.device.type == "cpu" else len(logits)
     for start in range(0, len(logits), step):
         rows = slice(start, start + step)
-        loss, agreement, gradient = divergence(logits[rows], teacher_logits[rows], scale)
+        own = targets.teacher[rows]
+        low, high = int(own[0]), int(own[-1]) + 1
+        loss, agreement = divergence(logits[rows], teacher_logits[low:high], own - low, scale is not None)
         sums.add(loss, agreement & targets.reachable[rows], targets.depths[rows])
-        if gradient is not None:
-            logits[rows] = gradient  # the logits are not needed again: reuse their memory
     if scale is None:
         return None
-    return logits @ head, (logits.t() @ hidden).float()
+    return (logits @ head).mul_(scale), (logits.t() @ hidden).float().mul_(scale)
+
+
+def divergence(
+    logits: Tensor, teacher_logits: Tensor, teacher: Tensor, with_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """KL of each row, and whether the best tokens agree.
+
+    Args:
+        logits: [R, Vd] of the drafter; with `with_gradient` overwritten by the gradient q - p.
+        teacher_logits: [U, Vd] of the target.
+        teacher: [R] row of `teacher_logits` that each row is held against.
+
+    Returns:
+        loss [R] float32, agreement [R] bool.
+    """
+    # Widened first: on a CPU, argmax and softmax of bfloat16 are ten times slower than of float32.
+    log_q = torch.log_softmax(logits.float(), dim=-1)
+    log_p = torch.log_softmax(teacher_logits.float(), dim=-1)
+    agreement = log_q.argmax(dim=-1) == log_p.argmax(dim=-1)[teacher]
+    p = log_p.exp()
+    negative_entropy = log_p.mul_(p).sum(dim=-1)
+    if len(p) < len(logits):
+        p = p[teacher]
+    loss = negative_entropy[teacher] - (p * log_q).sum(dim=-1)
+    if with_gradient:
+        logits.copy_(log_q.exp_().sub_(p))
+    return loss, agreement

@@ -14,7 +14,7 @@ mask token, so the export writes the embedding table whole, with that row in it 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -197,6 +197,10 @@ class Drafter(nn.Module):
     def draft_ids(self) -> Tensor:
         """Target id of each draft id, [Vd] int64."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def layer(self, index: int) -> DecoderLayer:
+        """Layer `index`, typed."""
+        return cast(DecoderLayer, self.layers[index])
 
     @property
     def device(self) -> torch.device:

@@ -25,7 +25,7 @@ from drafter.attention import AttentionCall, AttentionPlan, KeyValueStore, Rotat
 from drafter.chains import Chains
 from drafter.layers import ComputeWeights
 from drafter.loss import LossSums, RowTargets, TeacherHead, head_loss
-from drafter.model import DecoderLayer, Drafter
+from drafter.model import Drafter
 from drafter.packing import PackedBatch
 
 
@@ -45,7 +45,7 @@ class StepOptions:
     dtype: torch.dtype = torch.bfloat16
     chains_per_segment: int = 512
     rows_per_chunk: int = 1024
-    attention_rows: int = 256
+    attention_rows: int = 128
     keep_scores: int = 2**28
 
 
@@ -152,7 +152,7 @@ def real_stream(
     rotation = _rotation(drafter, batch.positions)
     embedding = drafter.embed_tokens(batch.input_ids).to(options.dtype)
     fused = weights.linear(batch.auxiliary.to(options.dtype), drafter.fc.weight)
-    projection, residual = drafter.layers[0].first_input(embedding, fused, weights)
+    projection, residual = drafter.layer(0).first_input(embedding, fused, weights)
     stores = []
     for index in range(drafter.config.num_layers):
         is_last = index == drafter.config.num_layers - 1
@@ -190,7 +190,7 @@ def placeholder_stream(
     rotation = _rotation(drafter, positions[anchors.to(drafter.device)] + depth.to(drafter.device))
     embedding = drafter.mask_embedding.to(options.dtype)[None]
     fused = weights.linear(drafter.mask_hidden.view(1, -1).to(options.dtype), drafter.fc.weight)
-    projection, residual = drafter.layers[0].first_input(embedding, fused, weights)
+    projection, residual = drafter.layer(0).first_input(embedding, fused, weights)
     projection, residual = (row.expand(len(chain), -1) for row in (projection, residual))
     for index, store in enumerate(stores):
         call = AttentionCall(drafter.config.heads, plan, rotation, store, options.keep_scores)
@@ -203,12 +203,10 @@ def _after_attention(
     drafter: Drafter, index: int, attended: Tensor, residual: Tensor, weights: ComputeWeights
 ) -> tuple[Tensor, Tensor]:
     """Finish layer `index` and begin the next: its projection, or after the last the normed output."""
-    layer: DecoderLayer = drafter.layers[index]  # type: ignore[assignment]
-    output, residual = layer.finish(attended, residual, weights)
+    output, residual = drafter.layer(index).finish(attended, residual, weights)
     if index + 1 == drafter.config.num_layers:
         return drafter.norm.add(output, residual)
-    following: DecoderLayer = drafter.layers[index + 1]  # type: ignore[assignment]
-    return following.later_input(output, residual, weights)
+    return drafter.layer(index + 1).later_input(output, residual, weights)
 
 
 def _rotation(drafter: Drafter, positions: Tensor) -> Rotation:
@@ -241,12 +239,14 @@ class _ChunkedLoss:
         master = self.drafter.lm_head.weight
         head = self.drafter.compute_weights(self.options.dtype).of(master)
         reachable = self.drafter.in_draft_vocabulary[self.batch.predicted_ids[slots]]
-        rows = hidden.detach()
-        gradient = None if self.scale is None else torch.empty_like(rows)
-        for start in range(0, len(rows), self.options.rows_per_chunk):
-            chunk = slice(start, start + self.options.rows_per_chunk)
-            targets = RowTargets(self.batch.final[slots[chunk]], depths[chunk], reachable[chunk])
-            found = head_loss(rows[chunk], head, self.teacher, targets, self.sums, self.scale)
+        order = slots.argsort(stable=True)  # rows with one teacher side by side: it is computed once
+        gradient = None if self.scale is None else torch.empty_like(hidden)
+        for chunk in order.split(self.options.rows_per_chunk):
+            predicting, teacher_row = slots[chunk].unique_consecutive(return_inverse=True)
+            final = self.batch.final[predicting]
+            targets = RowTargets(final, teacher_row, depths[chunk], reachable[chunk])
+            rows = hidden.detach()[chunk]
+            found = head_loss(rows, head, self.teacher, targets, self.sums, self.scale)
             if found is not None and gradient is not None:
                 gradient[chunk] = found[0]
                 master.grad = found[1] if master.grad is None else master.grad.add_(found[1])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from drafter.chains import Chains, sample_chains
 from drafter.drafting import draft_answers
-from drafter.packing import PackedBatch
+from drafter.packing import PackedBatch, pack_documents
 from drafter.two_stream import StepOptions, count_supervised, evaluate_loss, two_stream_step
 from tests.reference.flat_forward import flat_logits, flat_loss
 from tests.reference.random_drafters import random_batch, random_config, random_document, random_drafter
@@ -28,9 +28,7 @@ def _leaves(state: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _compare(
-    batch: PackedBatch, chains: Chains, options: StepOptions = EXACT, **changes: object
-) -> None:
+def _compare(batch: PackedBatch, chains: Chains, options: StepOptions = EXACT, **changes: object) -> None:
     """Both computations on the same weights; relative 1e-5 in the loss and in every gradient."""
     config = random_config(**changes)
     drafter, teacher = random_drafter(config), make_teacher(config)
@@ -44,7 +42,8 @@ def _compare(
     assert result.correct.tolist() == correct.tolist()
     for name, parameter in drafter.named_parameters():
         expected = weights[name].grad
-        assert parameter.grad is not None and expected is not None, name
+        assert parameter.grad is not None, name
+        assert expected is not None, name
         error = float((parameter.grad - expected).norm() / expected.norm())
         assert error < 1e-5, f"{name}: relative error {error:.1e}"
 
@@ -111,7 +110,8 @@ def test_a_frozen_embedding_gets_no_gradient_but_the_mask_row_does() -> None:
     drafter = random_drafter(config)
     two_stream_step(drafter, make_teacher(config), batch, _chains(batch), EXACT, 100.0)
     assert drafter.embed_tokens.weight.grad is None
-    assert drafter.mask_embedding.grad is not None and float(drafter.mask_embedding.grad.norm()) > 0
+    assert drafter.mask_embedding.grad is not None
+    assert float(drafter.mask_embedding.grad.norm()) > 0
 
 
 def test_batches_of_one_step_add_up_to_the_mean_over_all() -> None:
@@ -124,8 +124,6 @@ def test_batches_of_one_step_add_up_to_the_mean_over_all() -> None:
     chains = _chains(together)
     cut = apart[0].num_slots
     first = int((chains.anchors < cut).sum())
-    from drafter.packing import pack_documents
-
     apart[1] = pack_documents([random_document(lengths[seed], seed) for seed in (2, 3)])
     parts = [
         chains.segment(0, first),

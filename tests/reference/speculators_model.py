@@ -46,7 +46,7 @@ def run_speculators(
     anchors = torch.cat([torch.arange(batch.num_slots), chains.anchors[chain]])
     depths = torch.cat([torch.zeros(batch.num_slots, dtype=torch.int64), depth])
     lengths = torch.tensor(batch.offsets).diff()
-    with mock.patch.object(core, "generate_cod_sample_indices", lambda **_: (anchors, depths)):
+    with mock.patch.object(core, "generate_cod_sample_indices", return_value=(anchors, depths)):
         _, loss, metrics = model(
             hidden_states=batch.auxiliary[None].float(),
             input_ids=batch.input_ids[None],
