@@ -166,9 +166,9 @@ def training_accuracy(steps: Sequence[StepMetrics]) -> str:
                 axes.annotate(
                     curve.label,
                     (curve.x[-1], curve.y[-1]),
-                    (0, 4),
+                    (4, 0),
                     textcoords="offset points",
-                    ha="right",
+                    va="center",
                     size=8,
                 )
         axes.set(xlabel="optimizer step")

@@ -1,0 +1,114 @@
+"""Fixtures that several folders of tests share: a small target that vLLM serves, a trained drafter, two servers.
+
+Target and drafter are tiny, so that they are made, trained and served within a minute and everything that
+a server computes stays cheap; the servers are the real vLLM of `.venv-vllm`. They run in float32: that is
+where speculation has to be lossless to the token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from drafter.serving import VllmServer
+    from drafter.shards import Document
+
+NUM_SPECULATIVE_TOKENS = 3
+ANSWER_TOKENS = 96
+_NUM_TRAINING_DOCUMENTS = 240
+_NUM_EVALUATION_DOCUMENTS = 24
+
+
+def make_servable_target(path: Path) -> Path:
+    """A tiny random Llama in shapes that vLLM's CPU kernels take, which only ever writes bytes."""
+    from safetensors.torch import load_file, save_file
+
+    from tests.drafter.tiny import make_target
+
+    shape = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
+    make_target(path, **shape)
+    tensors = load_file(path / "model.safetensors")
+    tensors["lm_head.weight"][256:] = 0.0  # special tokens never win, so no answer ends early
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def make_long_documents(target: Path, count: int, seed: int) -> list[Document]:
+    """Documents of the tiny target with answers of `ANSWER_TOKENS` tokens."""
+    from tests.drafter import tiny
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny, "ANSWER_TOKENS", ANSWER_TOKENS)
+        return tiny.make_documents(target, count, seed)
+
+
+@pytest.fixture(scope="session")
+def servable_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a target that vLLM serves."""
+    return make_servable_target(tmp_path_factory.mktemp("served") / "target")
+
+
+@pytest.fixture(scope="session")
+def evaluation_documents(servable_target: Path) -> list[Document]:
+    """Prompts that did not train, with the target's own greedy answers."""
+    return make_long_documents(servable_target, _NUM_EVALUATION_DOCUMENTS, seed=1)
+
+
+@pytest.fixture(scope="session")
+def servable_drafter(servable_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An exported drafter, trained until it guesses a good share of the target's tokens."""
+    from drafter.config import ExportSettings
+    from drafter.export import export
+    from drafter.trainer import train
+    from tests.drafter.tiny import training_settings, write_states
+
+    folder = tmp_path_factory.mktemp("served_drafter")
+    documents = make_long_documents(servable_target, _NUM_TRAINING_DOCUMENTS, seed=0)
+    states = write_states(folder / "train", servable_target, documents)
+    settings = training_settings(
+        states,
+        servable_target,
+        folder / "training",
+        drafter={"draft_vocab_size": 256},
+        num_depths=NUM_SPECULATIVE_TOKENS + 1,
+        max_length_tokens=1024,
+        num_epochs=60,
+        time_budget_s=40,
+        peak_learning_rate=3e-3,
+    )
+    train(settings)
+    export(ExportSettings(training=folder / "training", target=servable_target, output=folder / "drafter"))
+    return folder / "drafter"
+
+
+def _serve(target: Path, log_path: Path, *arguments: str) -> VllmServer:
+    from drafter.config import ServerSettings
+    from drafter.serving import VllmServer
+
+    settings = ServerSettings(dtype="float32", max_num_seqs=32, kv_cache_gb=1, max_model_len_tokens=512)
+    return VllmServer(target, settings, log_path, extra_args=arguments)
+
+
+@pytest.fixture(scope="session")
+def plain_server(servable_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    """The target served in float32 without a drafter."""
+    with _serve(servable_target, tmp_path_factory.mktemp("plain") / "server.log") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def drafting_server(
+    servable_target: Path, servable_drafter: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VllmServer]:
+    """The same target with the drafter, three tokens a draft."""
+    from drafter.answers import PER_REQUEST_ACCEPTANCE
+    from drafter.serving import speculative_arguments
+
+    drafting = speculative_arguments(servable_drafter, NUM_SPECULATIVE_TOKENS)
+    log_path = tmp_path_factory.mktemp("drafting") / "server.log"
+    with _serve(servable_target, log_path, *drafting, *PER_REQUEST_ACCEPTANCE) as server:
+        yield server
