@@ -7,6 +7,7 @@ so a record that cannot be read is handed on with its problem in words and the p
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +94,10 @@ def read_file(uri: str) -> Iterator[RawConversation]:
 
 def _open_filesystem(uri: str) -> tuple[Any, str]:
     try:
-        filesystem, path = fsspec.core.url_to_fs(uri)
+        with warnings.catch_warnings():
+            # Newer s3fs pins a botocore older than boto3 needs; the old one reads files just as well.
+            warnings.filterwarnings("ignore", message="Your installed version of s3fs")
+            filesystem, path = fsspec.core.url_to_fs(uri)
         filesystem.exists(path)
     except Exception as error:  # each filesystem has its own errors: credentials, network, missing package
         raise DataError(

@@ -257,7 +257,7 @@ def test_disk_that_does_not_suffice_is_refused_before_anything_is_computed(
     settings: ExtractSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(settings.output.parent)._replace(free=10**6)
-    monkeypatch.setattr("drafter.extraction.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("drafter.extraction_plan.shutil.disk_usage", lambda path: usage)
     monkeypatch.setattr("drafter.extraction._extractor", lambda *_: pytest.fail("started"))
     with pytest.raises(DataError, match=r"needs up to 0\.\d GB for \d+ tokens; 0\.0 GB are free"):
         extract(settings)
