@@ -5,7 +5,6 @@ Run again, everything is found done: nothing is fetched, generated or trained a 
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import time
@@ -20,7 +19,7 @@ from examples.demo_conversations import write_conversations
 from examples.demo_settings import MAX_PROMPTS, demo_settings
 from examples.smollm2 import TARGET, ensure_target
 from flows.command_line import show_run
-from tasks.local_services import environment_defaults
+from tasks.local_services import set_environment_defaults
 from tasks.settings import Places
 
 EXIT_USER_ERROR = 1
@@ -43,10 +42,8 @@ def main() -> int:
 
 def run_demo(console: Console) -> None:
     """Target, conversations, the flow, and what came of it."""
-    # Before Prefect is imported: it reads its environment once.
     places = Places()
-    for name, value in environment_defaults(places).items():
-        os.environ.setdefault(name, value)
+    set_environment_defaults(places)
     seconds: dict[str, float] = {}
 
     started = time.monotonic()

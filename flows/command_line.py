@@ -5,7 +5,6 @@ Each verb imports what it needs when it runs: help and mistakes are answered at 
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -59,10 +58,9 @@ class DoctorSettings(Settings):
 
 def run_retrain(settings: RetrainSettings) -> Any:
     """Run the flow here; Prefect's and MLflow's files go below FLEDGE_HOME, beside the run's own."""
-    from tasks.local_services import environment_defaults
+    from tasks.local_services import set_environment_defaults
 
-    for name, value in environment_defaults(Places()).items():
-        os.environ.setdefault(name, value)
+    set_environment_defaults(Places())
     from flows.retrain_drafter import retrain_drafter
     from tasks.find_runs import find_run
 

@@ -109,6 +109,7 @@ def running_services(places: Places, ports: Ports) -> Iterator[list[Service]]:
     """
     for port in (ports.prefect, ports.mlflow, ports.pages):
         _require_free(port)
+    (places.home / "prefect").mkdir(parents=True, exist_ok=True)
     environment = service_environment(places, ports)
     services = _services(places, ports)
     try:
@@ -125,12 +126,21 @@ def running_services(places: Places, ports: Ports) -> Iterator[list[Service]]:
             service.stop()
 
 
+def set_environment_defaults(places: Places) -> None:
+    """Apply `environment_defaults` to this process, before Prefect is imported: it reads them once."""
+    (places.home / "prefect").mkdir(parents=True, exist_ok=True)  # Prefect would not make the folders above
+    for name, value in environment_defaults(places).items():
+        os.environ.setdefault(name, value)
+
+
 def environment_defaults(places: Places) -> dict[str, str]:
     """What Prefect, MLflow and Great Expectations are told unless the environment says otherwise."""
     home = places.home.resolve()
     return {
         "PREFECT_HOME": str(home / "prefect"),
         "PREFECT_LOCAL_STORAGE_PATH": str(home / "prefect" / "storage"),
+        # Without a server up, Prefect starts one for the run: 9 s when idle, more on a busy machine.
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
         # A crash of the server must not leak a concurrency slot.
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",

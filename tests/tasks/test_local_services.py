@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 
 from drafter.errors import ServerError
-from tasks.local_services import Ports, Service, environment_defaults, running_services, service_environment
+from tasks.local_services import (
+    Ports,
+    Service,
+    environment_defaults,
+    running_services,
+    service_environment,
+    set_environment_defaults,
+)
 from tasks.settings import Places
 
 ROOT = Path(__file__).parents[2]
@@ -92,3 +99,13 @@ def test_what_the_environment_says_wins_over_our_defaults(
     assert environment["PREFECT_API_URL"] == "http://127.0.0.1:1/api"
     assert environment["FLEDGE_PAGES_URL"] == "http://127.0.0.1:3"
     assert Path(environment_defaults(places)["PREFECT_HOME"]).is_relative_to(tmp_path)
+
+
+def test_a_home_that_is_not_there_yet_is_made_for_prefect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in environment_defaults(Places()):
+        monkeypatch.setenv(name, os.environ.get(name, "kept"))
+    monkeypatch.delenv("PREFECT_HOME")
+    set_environment_defaults(Places(home=tmp_path / "new" / "home"))
+    assert Path(os.environ["PREFECT_HOME"]).is_dir()
