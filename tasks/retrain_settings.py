@@ -109,10 +109,6 @@ class ValidationChoices(Settings):
     min_evaluation: int = Field(default=1, ge=0, description="Least held-out conversations.")
 
 
-def _default_max_length_tokens() -> int:
-    return int(PrepareSettings.model_fields["max_length_tokens"].default)
-
-
 class RetrainSettings(Settings):
     """Retrain a drafter on new conversations, measure it in vLLM, and register it if it is good enough.
 
@@ -129,7 +125,7 @@ class RetrainSettings(Settings):
         description="Directory of the target model in Hugging Face format.",
     )
     max_length_tokens: int = Field(
-        default_factory=_default_max_length_tokens,
+        default=PrepareSettings.model_fields["max_length_tokens"].default,
         ge=8,
         description="Longest conversation in tokens, from dataset to training; longer ones are cut and counted.",
     )

@@ -21,6 +21,7 @@ from tasks.retrain_settings import ValidationChoices
 if TYPE_CHECKING:
     import pandas
 
+RECORD_FILE = "validation.json"
 MAX_EXAMPLES = 5
 
 
@@ -80,7 +81,14 @@ class ValidationRecord(Record):
 def validate_data(
     dataset: DatasetRecord, choices: ValidationChoices, window_tokens: int, output: Path
 ) -> ValidationRecord:
-    """Check the dataset's profile and write `validation.json` and the page into `output`."""
+    """Check the dataset's profile and write the page and, last, `validation.json` into `output`.
+
+    A finished validation there is returned: its directory is named by data, choices and window.
+    """
+    if (output / RECORD_FILE).is_file():
+        record: ValidationRecord = ValidationRecord.load(output / RECORD_FILE)
+        if Path(record.page).is_file():
+            return record
     import pandas
 
     profile = pandas.read_parquet(Path(dataset.path) / "profile.parquet")
@@ -102,7 +110,7 @@ def validate_profile(
         num_conversations=len(frame),
         findings=tuple(_finding(item) for item in result["results"]),
     )
-    record.save(output / "validation.json")
+    record.save(output / RECORD_FILE)
     return record
 
 

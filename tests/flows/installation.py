@@ -1,0 +1,136 @@
+"""Running the flow in processes of its own, and killing them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from tasks.local_services import Ports
+from tasks.run_records import RetrainRecord, load_run
+from tasks.settings import Places
+
+STAGE_TIMEOUT_S = 300
+RUN = """
+import sys
+from pathlib import Path
+from flows.retrain_drafter import retrain_drafter
+from tasks.retrain_settings import RetrainSettings
+retrain_drafter(RetrainSettings.model_validate_json(Path(sys.argv[1]).read_text()))
+"""
+
+
+@dataclass(frozen=True)
+class Installation:
+    """A home with its services, and the values of a tiny run."""
+
+    places: Places
+    ports: Ports
+    environment: dict[str, str]
+    settings: dict[str, Any]
+
+    @property
+    def stages(self) -> Path:
+        return self.places.stages
+
+    def start_flow(self, **environment: str) -> subprocess.Popen[bytes]:
+        """Start the flow; its log is home/flow.log."""
+        settings = self.places.home / "settings.json"
+        settings.write_text(json.dumps(self.settings))
+        with open(self.places.home / "flow.log", "ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-c", RUN, str(settings)],
+                env={**self.environment, **environment},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def run_flow(self, **environment: str) -> RetrainRecord:
+        """Run the flow to its end."""
+        flow = self.start_flow(**environment)
+        assert flow.wait(STAGE_TIMEOUT_S) == 0, self.last_lines()
+        return load_run(self.places)
+
+    def last_flow_run(self) -> dict[str, Any]:
+        """What Prefect's server knows of the newest flow run."""
+        url = f"{self.environment['PREFECT_API_URL']}/flow_runs/filter"
+        with httpx.Client(trust_env=False, timeout=30) as client:
+            runs = client.post(url, json={"sort": "START_TIME_DESC", "limit": 1}).json()
+        return dict(runs[0])
+
+    def last_lines(self) -> str:
+        return (self.places.home / "flow.log").read_text(errors="replace")[-4000:]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What stood on disk when the flow was killed."""
+
+    survivors: list[str]
+    files: dict[Path, tuple[int, bytes]]
+
+
+@dataclass(frozen=True)
+class Kills:
+    """Three kills and the run that finished."""
+
+    extraction: Kill
+    training: Kill
+    evaluation: Kill
+    record: RetrainRecord
+
+
+def kill_in_every_stage(installation: Installation) -> Kills:
+    """SIGKILL the flow in the middle of three stages, run after run, then let one finish."""
+    stages = installation.stages
+    return Kills(
+        extraction=_kill_when(installation, lambda: sorted(stages.glob("states-train-*/shard-*.json"))),
+        training=_kill_when(installation, lambda: _half_trained(stages)),
+        evaluation=_kill_when(installation, lambda: sorted(stages.glob("evaluation-*/cells/*.json"))),
+        record=installation.run_flow(),
+    )
+
+
+def _half_trained(stages: Path) -> list[Path]:
+    """Metrics of a training that has a checkpoint and steps beyond it."""
+    for checkpoint in stages.glob("training-*/checkpoint-*"):
+        metrics = checkpoint.parent / "metrics.jsonl"
+        step = int(checkpoint.name.removeprefix("checkpoint-"))
+        if metrics.exists() and len(metrics.read_text().splitlines()) > step:
+            return [metrics, *checkpoint.glob("*")]
+    return []
+
+
+def _kill_when(installation: Installation, reached: Callable[[], list[Path]]) -> Kill:
+    """SIGKILL the flow as soon as files are there that say how far it is; keep what they hold."""
+    flow = installation.start_flow()
+    deadline = time.monotonic() + STAGE_TIMEOUT_S
+    while not (paths := reached()):
+        assert flow.poll() is None, "the flow ended before it could be killed:\n" + installation.last_lines()
+        assert time.monotonic() < deadline, installation.last_lines()
+        time.sleep(0.05)
+    descendants = psutil.Process(flow.pid).children(recursive=True)
+    flow.kill()
+    flow.wait()
+    _, alive = psutil.wait_procs(descendants, timeout=30)
+    return Kill(
+        survivors=[" ".join(process.cmdline()) for process in alive if process.is_running()],
+        files={
+            path: (path.stat().st_mtime_ns, path.read_bytes())
+            for path in [*paths, *_partners(paths)]
+            if path.exists()
+        },
+    )
+
+
+def _partners(paths: list[Path]) -> list[Path]:
+    """The shard files beside their records."""
+    return [shard for path in paths for shard in path.parent.glob(f"{path.stem}-*.safetensors")]
