@@ -4,8 +4,9 @@ vLLM's own `ExampleHiddenStatesConnector` copies through pinned memory and CUDA 
 and its file is visible before it is whole. Here a file appears under its name only when it is whole (a
 client may simply wait for it), and a failed write leaves `<name>.error` with the reason.
 
-`"kv_transfer_params": {"save_hidden_states": false}` in a request writes no file. A file holds `hidden_states [T, layers, H]` and `token_ids [T]`; T counts prompt and output without the last
-sampled token, which was never an input and so has no state.
+A file holds `hidden_states [T, layers, H]` and `token_ids [T]`; T counts prompt and output without the last
+sampled token, which was never an input and so has no state. A request with
+`"kv_transfer_params": {"save_hidden_states": false}` writes none.
 
     --kv-transfer-config '{"kv_connector": "HiddenStatesConnector", "kv_role": "kv_producer",
       "kv_connector_module_path": "fledge_vllm.connector",
