@@ -19,12 +19,16 @@ if TYPE_CHECKING:
 
 NUM_SPECULATIVE_TOKENS = 3
 ANSWER_TOKENS = 96
-_NUM_TRAINING_DOCUMENTS = 240
+_NUM_TRAINING_DOCUMENTS = 160
 _NUM_EVALUATION_DOCUMENTS = 24
 
 
 def make_servable_target(path: Path) -> Path:
-    """A tiny random Llama in shapes that vLLM's CPU kernels take, which only ever writes bytes."""
+    """A tiny Llama in shapes that vLLM's CPU kernels take, whose answers a drafter can learn to guess.
+
+    A random Llama is a hash of its context: no drafter learns it in a minute. With large embeddings and
+    small layers the next token follows mostly from the last one (a greedy bigram holds for 82 %).
+    """
     from safetensors.torch import load_file, save_file
 
     from tests.drafter.tiny import make_target
@@ -32,18 +36,50 @@ def make_servable_target(path: Path) -> Path:
     shape = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
     make_target(path, **shape)
     tensors = load_file(path / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "embed_tokens" in name:
+            tensor *= 10
+        elif "o_proj" in name or "down_proj" in name:
+            tensor *= 0.03
     tensors["lm_head.weight"][256:] = 0.0  # special tokens never win, so no answer ends early
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
 
 
 def make_long_documents(target: Path, count: int, seed: int) -> list[Document]:
-    """Documents of the tiny target with answers of `ANSWER_TOKENS` tokens."""
-    from tests.drafter import tiny
+    """Random prompts, the tiny target's own greedy answers of `ANSWER_TOKENS` tokens, and its states."""
+    import torch
+    from transformers import AutoModelForCausalLM
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny, "ANSWER_TOKENS", ANSWER_TOKENS)
-        return tiny.make_documents(target, count, seed)
+    from drafter.shards import Document
+    from drafter.target import load_target
+    from tests.drafter.tiny import PROMPT_TOKENS
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 256, (count, PROMPT_TOKENS), generator=generator)
+    before_norm: list[torch.Tensor] = []
+    with torch.no_grad():
+        output = model(ids, use_cache=True)
+        for _ in range(ANSWER_TOKENS):
+            newest = output.logits[:, -1:].argmax(-1)
+            ids = torch.cat([ids, newest], dim=1)
+            output = model(newest, past_key_values=output.past_key_values, use_cache=True)
+        model.model.norm.register_forward_pre_hook(lambda module, inputs: before_norm.append(inputs[0]))
+        hidden = model(ids, output_hidden_states=True).hidden_states
+    auxiliary = torch.cat([hidden[layer] for layer in load_target(target).default_auxiliary_layers], dim=-1)
+    mask = torch.arange(ids.shape[1]) >= PROMPT_TOKENS
+    return [
+        Document(
+            id=f"{seed:08x}{index:024x}",
+            domain="code",
+            input_ids=ids[index],
+            loss_mask=mask,
+            auxiliary=auxiliary[index],
+            final=before_norm[-1][index],
+        )
+        for index in range(count)
+    ]
 
 
 @pytest.fixture(scope="session")
