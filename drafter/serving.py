@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 LOG_LINES_IN_ERROR = 30
 _HOST = "127.0.0.1"
 _POLL_S = 0.25
+_TELL_EVERY_S = 15.0
 
 # Loopback requests must not take a detour through a proxy that the environment names.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -226,9 +227,13 @@ class VllmServer:
         Raises:
             ServerError: it died, or took longer than `start_timeout_s`; it is stopped then.
         """
+        told_at = self._started
         try:
             while not self._answers_health():
                 self.raise_if_dead()
+                if time.monotonic() - told_at > _TELL_EVERY_S:
+                    told_at = time.monotonic()
+                    logger.info("vLLM is still starting (%.0f s)", told_at - self._started)
                 if time.monotonic() - self._started > self.settings.start_timeout_s:
                     raise ServerError(
                         f"vLLM did not answer within {self.settings.start_timeout_s:.0f} s; the end of "
