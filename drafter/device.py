@@ -23,7 +23,9 @@ def choose_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise FledgeError(f"device {name!r}: {error}", "auto, cpu, cuda or cuda:N", "correct --device") from None
+        raise FledgeError(
+            f"device {name!r}: {error}", "auto, cpu, cuda or cuda:N", "correct --device"
+        ) from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise FledgeError(f"device {name!r}", "a CUDA GPU that this PyTorch can use", "use --device cpu")
     return device

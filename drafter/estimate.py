@@ -73,7 +73,9 @@ def estimate(settings: EstimateSettings) -> AcceptanceEstimate:
     walks: list[Walk] = []
     with track(len(states), "estimating", "conversations") as progress:
         for index in range(len(states)):
-            walks += walk_document(drafter, states.document(index), settings.num_speculative_tokens, full_head)
+            walks += walk_document(
+                drafter, states.document(index), settings.num_speculative_tokens, full_head
+            )
             progress.advance(1)
     if not walks:
         raise DataError(
@@ -97,10 +99,10 @@ def walk_document(
             head's best one. None: the answers are the target's greedy tokens themselves.
     """
     answers = list(answer_spans(document.loss_mask.numpy()))
-    starts = np.concatenate([np.arange(max(first - 1, 0), end - 2) for first, end in answers] or [[]])
+    anchors = [np.arange(max(first - 1, 0), end - 2) for first, end in answers]
+    starts = np.unique(np.concatenate(anchors)) if anchors else np.empty(0)
     if not len(starts):
         return []
-    starts = np.unique(starts.astype(np.int64))
     drafts = draft_answers(
         drafter,
         document.input_ids,
@@ -126,7 +128,9 @@ def answer_spans(loss_mask: np.ndarray) -> Iterator[tuple[int, int]]:
         yield int(first), int(end)
 
 
-def walk_answer(drafts: np.ndarray, rows: dict[int, int], truth: np.ndarray, anchor: int, end: int) -> np.ndarray:
+def walk_answer(
+    drafts: np.ndarray, rows: dict[int, int], truth: np.ndarray, anchor: int, end: int
+) -> np.ndarray:
     """Accepted tokens of each verification step of one answer.
 
     A run that reaches the end of the answer counts as far as it goes.

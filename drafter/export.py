@@ -90,7 +90,11 @@ def export(settings: ExportSettings) -> DrafterRecord:
 
 def vllm_config(config: DrafterConfig, target: Target) -> dict[str, Any]:
     """`config.json` of a drafter, as vLLM reads it."""
-    roles = {name: target.config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in target.config}
+    roles: dict[str, Any] = {
+        name: target.config[name]
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+        if name in target.config
+    }
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
@@ -113,7 +117,9 @@ def vllm_config(config: DrafterConfig, target: Target) -> dict[str, Any]:
         # transformers 5 reads rope_parameters, older readers the two others.
         "rope_parameters": config.rope,
         "rope_theta": config.rope["rope_theta"],
-        "rope_scaling": None if config.rope.get("rope_type", "default") == "default" else _scaling(config.rope),
+        "rope_scaling": None
+        if config.rope.get("rope_type", "default") == "default"
+        else _scaling(config.rope),
         # Versions of vLLM differ in the name that they look for.
         **dict.fromkeys(MASK_TOKEN_NAMES, config.mask_token_id),
         "eagle_config": {
@@ -171,7 +177,9 @@ def _write_files(output: Path, drafter: Drafter, target: Target) -> None:
     with atomic_path(output / WEIGHTS_NAME) as temporary:
         save_file(contiguous, temporary, metadata={"format": "pt"})
         temporary.chmod(0o644)  # safetensors makes files private; a server may run as another user
-    write_text_atomically(output / CONFIG_NAME, json.dumps(vllm_config(drafter.config, target), indent=2) + "\n")
+    write_text_atomically(
+        output / CONFIG_NAME, json.dumps(vllm_config(drafter.config, target), indent=2) + "\n"
+    )
 
 
 def _check_target(training: TrainingRecord, target: Target, settings: ExportSettings) -> None:

@@ -26,9 +26,13 @@ class StepMetrics(Record):
 
     step: int = Field(description="From 1.")
     epoch: float = Field(description="Passes over the data after this step.")
-    elapsed_s: float = Field(description="Training seconds, over all resumes; checkpoints and start-up left out.")
+    elapsed_s: float = Field(
+        description="Training seconds, over all resumes; checkpoints and start-up left out."
+    )
     loss: float = Field(description="KL(target || drafter) per supervised prediction, nats.")
-    accuracy: tuple[float, ...] = Field(description="Per depth: share of predictions equal to the target's greedy token.")
+    accuracy: tuple[float, ...] = Field(
+        description="Per depth: share of predictions equal to the target's greedy token."
+    )
     gradient_norm: float = Field(description="Before clipping.")
     learning_rate: float
     tokens_per_s: float = Field(description="Depth-0 slots per second in this step.")

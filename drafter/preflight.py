@@ -9,17 +9,23 @@ Legend: H hidden size, V vocabulary of the target, V_draft of the drafter, L lay
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-import json
 
 import numpy as np
 
 from drafter.config import PreflightSettings
 from drafter.errors import CheckpointError
-from drafter.provenance import CONFIG_NAME, FILE_NAME, WEIGHTS_NAME, digest_of_drafter, digests_of, read_provenance
+from drafter.provenance import (
+    CONFIG_NAME,
+    FILE_NAME,
+    WEIGHTS_NAME,
+    digest_of_drafter,
+    digests_of,
+    read_provenance,
+)
 from drafter.target import Target, _rope_parameters, load_target
 from drafter.tensor_file import TensorFile
 
@@ -169,7 +175,9 @@ def expected_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
     query, key = heads * head_dim, config["num_key_value_heads"] * head_dim
-    num_auxiliary = len((config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or (0, 0, 0))
+    num_auxiliary = len(
+        (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or (0, 0, 0)
+    )
     fused = num_auxiliary * config.get("target_hidden_size", hidden)
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, fused),
@@ -199,8 +207,9 @@ def expected_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def _vocabulary_problems(config: Mapping[str, Any], tensors: TensorFile, target: Target) -> Iterator[str]:
     if "embed_tokens.weight" in tensors:
         right = (target.vocab_size, target.hidden_size)
-        if tensors.shape("embed_tokens.weight") != right:
-            yield f"tensor embed_tokens.weight has shape {list(tensors.shape('embed_tokens.weight'))}; expected {list(right)}"
+        shape = tensors.shape("embed_tokens.weight")
+        if shape != right:
+            yield f"tensor embed_tokens.weight has shape {list(shape)}; expected {list(right)}"
     if "d2t" not in tensors or len(tensors.shape("d2t")) != 1:
         return
     if tensors.dtype("d2t") != "I64":
@@ -215,8 +224,9 @@ def _vocabulary_problems(config: Mapping[str, Any], tensors: TensorFile, target:
             f"d2t points outside the target's vocabulary of {target.vocab_size} at {len(outside)} places, "
             f"first draft id {draft} -> {int(ids[draft])} (d2t holds offsets, target id - draft id)"
         )
-    if len(np.unique(ids)) != len(ids):
-        yield f"d2t maps {len(ids) - len(np.unique(ids))} draft ids to a target id that another one has"
+    num_doubled = len(ids) - len(np.unique(ids))
+    if num_doubled:
+        yield f"d2t maps {num_doubled} draft ids to a target id that another one has"
     mask_token = config.get("mask_token_id")
     if mask_token in ids:
         yield f"mask token {mask_token} is in the draft vocabulary: it occurred as an answer's token in training"

@@ -31,7 +31,9 @@ class Provenance(Record):
 
     drafter: DrafterRecord
     files: dict[str, str] = Field(description="File name -> sha256.")
-    training: TrainingRecord = Field(description="Fingerprint, states digest, steps, final loss, predecessor.")
+    training: TrainingRecord = Field(
+        description="Fingerprint, states digest, steps, final loss, predecessor."
+    )
     settings: dict[str, Any] = Field(description="The settings that `train` ran with.")
     states_digest: str
     dataset_digest: str
@@ -39,7 +41,9 @@ class Provenance(Record):
     auxiliary_layers: tuple[int, int, int]
     mask_token_id: int
     code_version: str = Field(description="Fledge's version, with the git commit where there is one.")
-    versions: dict[str, str] = Field(description="Python and packages that trained; `vllm` of the serving environment.")
+    versions: dict[str, str] = Field(
+        description="Python and packages that trained; `vllm` of the serving environment."
+    )
 
 
 def read_provenance(drafter: Path) -> Provenance:
@@ -104,5 +108,7 @@ def versions(vllm_python: Path | None = None) -> dict[str, str]:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    result = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True)
+    result = subprocess.run(
+        ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True
+    )
     return result.stdout.strip()

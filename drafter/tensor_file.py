@@ -18,7 +18,16 @@ from drafter.errors import CheckpointError
 
 _MAX_HEADER_BYTES = 100_000_000
 _BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2, "U8": 1, "I8": 1, "BOOL": 1}
-_NUMPY = {"F64": "<f8", "I64": "<i8", "F32": "<f4", "I32": "<i4", "F16": "<f2", "I16": "<i2", "U8": "u1", "I8": "i1"}
+_NUMPY = {
+    "F64": "<f8",
+    "I64": "<i8",
+    "F32": "<f4",
+    "I32": "<i4",
+    "F16": "<f2",
+    "I16": "<i2",
+    "U8": "u1",
+    "I8": "i1",
+}
 _SCAN_ELEMENTS = 1 << 22
 
 

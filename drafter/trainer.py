@@ -19,14 +19,12 @@ import torch
 from drafter.chains import sample_chains
 from drafter.config import TrainSettings
 from drafter.device import choose_device, peak_memory_gb
-from drafter.errors import CheckpointError, FledgeError
-from drafter.export import load_exported_drafter
+from drafter.errors import FledgeError
 from drafter.files import write_text_atomically
-from drafter.initialization import TargetTensors, build_drafter, build_teacher
+from drafter.initialization import TargetTensors, build_teacher
 from drafter.interruption import StopSignals
 from drafter.metrics import FILE_NAME as METRICS_NAME
 from drafter.metrics import MetricsWriter, StepMetrics, read_metrics
-from drafter.model import Drafter, DrafterConfig
 from drafter.optimization import Optimizer, learning_rate_share
 from drafter.preflight import require_fit
 from drafter.progress import Progress, track
@@ -34,8 +32,8 @@ from drafter.provenance import read_provenance
 from drafter.records import StatesRecord, TrainingRecord
 from drafter.sampler import PackedSequence, PackingPlan
 from drafter.shards import MANIFEST
+from drafter.starting_drafter import begin
 from drafter.target import Target, load_target
-from drafter.training_data import TrainingData, open_training_data
 from drafter.training_directory import (
     RECORD_NAME,
     SETTINGS_NAME,
@@ -79,54 +77,13 @@ def train(settings: TrainSettings) -> TrainingRecord:
     return record
 
 
-def new_drafter(settings: TrainSettings, target: Target, data: TrainingData) -> Drafter:
-    """A drafter before its first step; its vocabulary is what the assistant wrote most often."""
-    draft_ids = data.draft_vocabulary(settings.drafter.draft_vocab_size)
-    config = DrafterConfig.from_target(
-        target, settings.drafter, data.mask_token_id, data.states.record.auxiliary_layers
-    )
-    tensors = TargetTensors(target.path)
-    return build_drafter(config, draft_ids, tensors, settings.drafter.init_from_target, settings.seed)
-
-
-def check_predecessor(config: DrafterConfig, settings: TrainSettings, target: Target, data: TrainingData) -> None:
-    """Refuse to continue from a drafter of another shape, or of other auxiliary layers.
-
-    Raises:
-        CheckpointError: naming the first difference.
-    """
-    wanted = settings.drafter
-    pairs = {
-        "num_layers": (config.num_layers, wanted.num_layers),
-        "draft_vocab_size": (config.draft_vocab_size, min(wanted.draft_vocab_size, target.vocab_size)),
-        "norm_before_residual": (config.norm_before_residual, wanted.norm_before_residual),
-        "auxiliary_layers": (tuple(config.auxiliary_layers), tuple(data.states.record.auxiliary_layers)),
-    }
-    for name, (found, expected) in pairs.items():
-        if found != expected:
-            raise CheckpointError(
-                f"{settings.warm_start}: {name} is {found}",
-                f"{expected}, as this training's settings and states say",
-                f"set {name} to the predecessor's {found}, or train without warm_start",
-            )
-
-
 class _Training:
     """A training in progress: what it learns from, what is learned, and where it stands."""
 
     def __init__(self, settings: TrainSettings, target: Target, fingerprint: str) -> None:
         self.settings = settings
         self.device = choose_device(settings.device)
-        predecessor = None
-        if settings.warm_start is not None:
-            predecessor = load_exported_drafter(settings.warm_start, target, settings.drafter.train_embedding)
-        mask_token_id = predecessor.config.mask_token_id if predecessor else target.mask_token_id
-        self.data = open_training_data(settings.states, target, settings.max_length_tokens, mask_token_id)
-        if predecessor is None:
-            self.drafter = new_drafter(settings, target, self.data)
-        else:
-            check_predecessor(predecessor.config, settings, target, self.data)
-            self.drafter = predecessor
+        self.drafter, self.data = begin(settings, target)
         self.drafter.to(self.device)
         self.teacher = build_teacher(
             self.drafter.config,
@@ -138,7 +95,11 @@ class _Training:
         self.optimizer = Optimizer(self.drafter, settings)
         self.generator = torch.Generator().manual_seed(settings.seed)
         self.plan = PackingPlan(
-            self.data.lengths, self.data.documents, settings.max_length_tokens, settings.num_epochs, settings.seed
+            self.data.lengths,
+            self.data.documents,
+            settings.max_length_tokens,
+            settings.num_epochs,
+            settings.seed,
         )
         self.num_steps = math.ceil(len(self.plan) / settings.sequences_per_step)
         self.position = Position(fingerprint=fingerprint, step=0, sequence=0, elapsed_s=0.0, num_tokens=0)
@@ -169,7 +130,9 @@ class _Training:
             self.progress() as progress,
             StopSignals() as signals,
         ):
-            while not self.out_of_time() and (group := list(islice(sequences, self.settings.sequences_per_step))):
+            while not self.out_of_time() and (
+                group := list(islice(sequences, self.settings.sequences_per_step))
+            ):
                 started_at = time.monotonic()
                 measured = self.step(group)
                 self.advance(len(group), measured.num_tokens, time.monotonic() - started_at)
@@ -198,7 +161,7 @@ class _Training:
                 batch, settings.num_depths, settings.retention, settings.retention_floor, self.generator
             )
             work.append((batch.to(self.device), chains))
-        supervised = sum(count_supervised(batch, chains) for batch, chains in work)
+        supervised = torch.stack([count_supervised(batch, chains) for batch, chains in work]).sum(0)
         normalizer = float(supervised.sum())
         results = [
             two_stream_step(self.drafter, self.teacher, batch, chains, options, normalizer)
@@ -213,8 +176,8 @@ class _Training:
                 "finite numbers; the training has diverged",
                 "lower --peak-learning-rate or raise --warmup-share, and start in a new output directory",
             )
-        correct = sum(result.correct.cpu() for result in results)
-        accuracy = (correct / supervised.cpu().clamp(min=1)).tolist()
+        correct = torch.stack([result.correct.cpu() for result in results]).sum(0)
+        accuracy = (correct / supervised.clamp(min=1)).tolist()
         num_tokens = sum(batch.num_slots for batch, _ in work)
         return Measured(loss, tuple(accuracy), gradient_norm, learning_rate, num_tokens)
 
@@ -268,7 +231,9 @@ class _Training:
 
     def report(self, progress: Progress, measured: Measured) -> None:
         seconds = int(self.position.elapsed_s) - int(self.position.elapsed_s - self.last_step_s)
-        progress.note(f"step {self.position.step}, loss {measured.loss:.3f}, accuracy {measured.accuracy[0]:.3f}")
+        progress.note(
+            f"step {self.position.step}, loss {measured.loss:.3f}, accuracy {measured.accuracy[0]:.3f}"
+        )
         progress.advance(1 if self.settings.time_budget_s is None else seconds)
 
     def checkpoint(self) -> None:
@@ -290,7 +255,9 @@ class _Training:
 
     def record(self) -> TrainingRecord:
         position = self.position
-        losses = [metrics.loss for metrics in read_metrics(self.settings.output / METRICS_NAME)][-_RECENT_STEPS:]
+        losses = [metrics.loss for metrics in read_metrics(self.settings.output / METRICS_NAME)][
+            -_RECENT_STEPS:
+        ]
         return TrainingRecord(
             path=str(self.settings.output),
             fingerprint=position.fingerprint,
@@ -304,7 +271,9 @@ class _Training:
             elapsed_s=position.elapsed_s,
             tokens_per_s=position.num_tokens / position.elapsed_s,
             peak_memory_gb=peak_memory_gb(self.device),
-            warm_start=read_provenance(self.settings.warm_start).drafter.digest if self.settings.warm_start else None,
+            warm_start=read_provenance(self.settings.warm_start).drafter.digest
+            if self.settings.warm_start
+            else None,
         )
 
 

@@ -59,7 +59,9 @@ class TrainingData:
         return choose_draft_vocabulary(counts, size)
 
 
-def open_training_data(path: Path, target: Target, max_length_tokens: int, mask_token_id: int) -> TrainingData:
+def open_training_data(
+    path: Path, target: Target, max_length_tokens: int, mask_token_id: int
+) -> TrainingData:
     """Open hidden states for training and refuse what cannot be trained on.
 
     Raises:

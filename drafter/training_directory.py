@@ -75,7 +75,7 @@ def finished_training(output: Path, fingerprint: str) -> TrainingRecord | None:
     if record.fingerprint != fingerprint:
         raise CheckpointError(
             f"{output} holds a finished training with fingerprint {record.fingerprint}",
-            f"an empty directory, or the training with fingerprint {fingerprint} (same states, target, settings)",
+            f"an empty directory, or training {fingerprint} of the same states, target and settings",
             "choose another `output`, or remove this one to train anew",
         )
     return record

@@ -28,10 +28,14 @@ PREFIX = "checkpoint-"
 class Position(Record):
     """Where a training stands."""
 
-    fingerprint: str = Field(description="Of data, target and settings; another training's checkpoint is refused.")
+    fingerprint: str = Field(
+        description="Of data, target and settings; another training's checkpoint is refused."
+    )
     step: int = Field(description="Optimizer steps done.")
     sequence: int = Field(description="Packed sequences taken: the state of the sampler.")
-    elapsed_s: float = Field(description="Seconds of training done; the time budget and its schedule count these.")
+    elapsed_s: float = Field(
+        description="Seconds of training done; the time budget and its schedule count these."
+    )
     num_tokens: int = Field(description="Depth-0 slots seen.")
 
 
@@ -102,7 +106,8 @@ def load_checkpoint(path: Path, fingerprint: str) -> TrainingState:
         ) from error
     if position.fingerprint != fingerprint:
         raise CheckpointError(
-            f"{path} belongs to another training (fingerprint {position.fingerprint}, this one is {fingerprint})",
+            f"{path} belongs to another training (fingerprint {position.fingerprint}; "
+            f"this one is {fingerprint})",
             "an output directory of the same states, target and settings",
             "choose another `output`, or remove this one to start anew",
         )
