@@ -229,7 +229,7 @@ def _vocabulary_problems(config: Mapping[str, Any], tensors: TensorFile, target:
         yield f"d2t maps {num_doubled} draft ids to a target id that another one has"
     mask_token = config.get("mask_token_id")
     if mask_token in ids:
-        yield f"mask token {mask_token} is in the draft vocabulary: it occurred as an answer's token in training"
+        yield f"mask token {mask_token} is in the draft vocabulary: answers in training contained it"
 
 
 def _non_finite_problems(tensors: TensorFile) -> Iterator[str]:
