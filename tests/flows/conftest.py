@@ -40,6 +40,8 @@ def installation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installat
         patch.delenv("FLEDGE_MLFLOW_TRACKING_URI", raising=False)
         with running_services(places, ports):
             environment = {**service_environment(places, ports), "PYTHONPATH": str(ROOT)}
+            # Else two servers on a small machine bind to the same core, and one of them starves.
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
             yield Installation(places, ports, environment, tiny_settings(home, TARGET))
 
 
