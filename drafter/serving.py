@@ -34,6 +34,7 @@ LOG_LINES_IN_ERROR = 30
 _HOST = "127.0.0.1"
 _POLL_S = 0.25
 _TELL_EVERY_S = 15.0
+_FEW_CORES = 8
 
 # Loopback requests must not take a detour through a proxy that the environment names.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -85,12 +86,27 @@ def vllm_environment(settings: ServerSettings, base: Mapping[str, str] | None = 
         VLLM_CPU_KVCACHE_SPACE=str(math.ceil(settings.kv_cache_gb)),  # vLLM reads whole GiB only
     )
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if (cores := _cores_to_compute_on()) is not None:
+        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
     for name in [name for name in environment if name.lower() in ("http_proxy", "https_proxy", "all_proxy")]:
         environment.pop(name)  # everything these processes talk to is on this machine
     preload = [str(path) for path in _preloads(settings.python)]
     if preload and "LD_PRELOAD" not in environment:
         environment["LD_PRELOAD"] = ":".join(preload)
     return environment
+
+
+def _cores_to_compute_on() -> str | None:
+    """All cores, on a machine with few: vLLM leaves one to its scheduler, which costs a third on two cores.
+
+    Measured on two idle cores, 96 requests at once: 624 tokens/s with both, 381 with vLLM's own choice. It
+    works the other way when other programs keep the cores busy (c=1: 16 against 30 tokens/s), because the
+    threads wait for each other; set VLLM_CPU_OMP_THREADS_BIND=auto there.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    cores = sorted(os.sched_getaffinity(0))
+    return ",".join(map(str, cores)) if len(cores) <= _FEW_CORES else None
 
 
 def _preloads(python: Path) -> Iterator[Path]:
