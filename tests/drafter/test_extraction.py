@@ -298,6 +298,11 @@ def run_extract(settings: ExtractSettings) -> subprocess.Popen[bytes]:
     )
 
 
+def finished_shards(directory: Path) -> list[str]:
+    """Shards with their record, which is written after them: a kill takes none of these back."""
+    return [json.loads(f.read_text())["file"] for f in sorted(directory.glob("shard-?????.json"))]
+
+
 def kill_when(process: subprocess.Popen[bytes], reached: Any, timeout_s: float) -> None:
     give_up_at = time.monotonic() + timeout_s
     while not reached():
@@ -322,9 +327,12 @@ def test_killed_run_continues_and_repeats_no_finished_conversation(
         return {name for name in later if (spooled / f"{name}.json").exists()}
 
     kill_when(
-        run_extract(settings), lambda: len(files(settings.output)) == 1 and len(kept()) >= 2, timeout_s=120
+        run_extract(settings),
+        lambda: len(finished_shards(settings.output)) == 1 and len(kept()) >= 2,
+        timeout_s=120,
     )
-    before, kept_before = files(settings.output), kept()
+    before = {name: files(settings.output)[name] for name in finished_shards(settings.output)}
+    kept_before = kept()
     with pytest.raises(DataError):
         open_states(settings.output)  # not taken for done
     written: list[str] = []
@@ -375,8 +383,8 @@ def real_settings(tmp_path_factory: pytest.TempPathFactory) -> ExtractSettings:
 def real_states(real_settings: ExtractSettings) -> HiddenStates:
     """States of a run whose process was killed after its first shard and which then went on."""
     process = run_extract(real_settings)
-    kill_when(process, lambda: len(files(real_settings.output)) >= 1, timeout_s=300)
-    before = files(real_settings.output)
+    kill_when(process, lambda: len(finished_shards(real_settings.output)) >= 1, timeout_s=300)
+    before = {name: files(real_settings.output)[name] for name in finished_shards(real_settings.output)}
     record = extract(real_settings)
     assert before.items() <= files(real_settings.output).items()
     assert record.num_conversations == 5
