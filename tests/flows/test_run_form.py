@@ -62,8 +62,6 @@ class Prefect:
     def open_run_form(self, page: Page) -> None:
         page.goto(f"{self.pages}/deployments/deployment/{self.deployment()['id']}/run")
         expect(page.get_by_role("button", name="Submit")).to_be_visible(timeout=30_000)
-        expect(
-        ).to_be_visible()
 
     def submit(self, page: Page) -> str:
         """Press Submit; return the id of the flow run that the form made."""
