@@ -33,7 +33,7 @@ def tiny_settings(conversations: Path, target: Path) -> dict[str, Any]:
         "drafter": {"num_layers": 1, "draft_vocab_size": 256},
         "training": {
             "num_depths": 3,
-            "num_epochs": 12,
+            "num_epochs": 30,
             "checkpoint_interval_s": 1,
             "peak_learning_rate": 1e-3,
         },
