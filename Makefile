@@ -27,6 +27,7 @@ demo: setup
 
 test: setup
 	@scripts/install_chromium.sh
+	@.venv/bin/python -m examples.smollm2
 	@.venv/bin/python -m pytest $(ARGS)
 
 check: .venv

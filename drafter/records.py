@@ -56,7 +56,9 @@ class DatasetRecord(Record):
     num_evaluation: int
     num_duplicates: int = Field(description="Exact duplicates dropped.")
     num_problems: int = Field(description="Malformed conversations left out (on_problem=drop).")
-    num_withheld: int = Field(default=0, description="Kept from training: an evaluation source has the same prompt.")
+    num_withheld: int = Field(
+        default=0, description="Kept from training: an evaluation source has the same prompt."
+    )
     num_truncated: int
     num_per_domain: dict[str, dict[str, int]] = Field(description="domain -> {train, evaluation}.")
     train_domains: tuple[str, ...]
@@ -95,7 +97,10 @@ class StatesRecord(Record):
     num_supervised_tokens: int
     num_truncated: int
     num_skipped: int = Field(description="Conversations left out, e.g. an empty answer.")
-    greedy_answers: bool = Field(default=False, description="The target wrote the answers at temperature 0: they are its own greedy tokens.")
+    greedy_answers: bool = Field(
+        default=False,
+        description="The target wrote the answers at temperature 0: they are its own greedy tokens.",
+    )
     elapsed_s: float
     tokens_per_s: float
 

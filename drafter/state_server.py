@@ -154,7 +154,10 @@ def extraction_arguments(layers: Sequence[int], spool: Path) -> tuple[str, ...]:
         "kv_connector": "HiddenStatesConnector",
         "kv_connector_module_path": "fledge_vllm.connector",
         "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"shared_storage_path": str(spool.resolve()), "use_synchronization_lock": False},
+        "kv_connector_extra_config": {
+            "shared_storage_path": str(spool.resolve()),
+            "use_synchronization_lock": False,
+        },
     }
     return (
         "--speculative-config", json.dumps(extract),

@@ -141,6 +141,8 @@ def environment_defaults(places: Places) -> dict[str, str]:
         "PREFECT_LOCAL_STORAGE_PATH": str(home / "prefect" / "storage"),
         # Without a server up, Prefect starts one for the run: 9 s when idle, more on a busy machine.
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+        # A stop signal to the process group ends that server too; 5 retries, its default, wait over a minute.
+        "PREFECT_CLIENT_MAX_RETRIES": "2",
         # A crash of the server must not leak a concurrency slot.
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
