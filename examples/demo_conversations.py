@@ -21,7 +21,7 @@ import re
 import sys
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -64,19 +64,19 @@ class Function:
         return self.path.rpartition(".")[2]
 
 
-def write_conversations(directory: Path, max_prompts: int | None = None) -> dict[str, Path]:
+def write_conversations(directory: Path, max_prompts: Mapping[str, int] | None = None) -> dict[str, Path]:
     """Write one JSONL file per domain and return them by domain.
 
     Args:
         directory: where the files go; files of the same content are left as they are.
-        max_prompts: keep only so many of each domain, chosen by hash; None keeps all.
+        max_prompts: domain -> keep only so many, chosen by hash; domains that are not named keep all.
     """
     domains = {"python-stdlib": stdlib_prompts(), "humaneval": humaneval_prompts()}
     paths = {}
     for domain, prompts in domains.items():
         lines = [json.dumps({"messages": [{"role": "user", "content": prompt}]}) for prompt in prompts]
-        if max_prompts is not None:
-            lines = sorted(lines, key=_hash)[:max_prompts]
+        if max_prompts is not None and domain in max_prompts:
+            lines = sorted(lines, key=_hash)[: max_prompts[domain]]
         paths[domain] = directory / f"{domain}.jsonl"
         text = "\n".join(lines) + "\n"
         if not paths[domain].exists() or paths[domain].read_text(encoding="utf-8") != text:

@@ -80,11 +80,11 @@ def test_humaneval_is_whole() -> None:
 
 
 def test_conversations_are_one_user_turn_and_can_be_capped(tmp_path: Path) -> None:
-    paths = write_conversations(tmp_path, max_prompts=20)
+    paths = write_conversations(tmp_path, max_prompts={"python-stdlib": 20, "humaneval": 20})
     for path in paths.values():
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         assert len(lines) == 20
         assert all([message["role"] for message in line["messages"]] == ["user"] for line in lines)
     before = {path: path.stat().st_mtime_ns for path in paths.values()}
-    write_conversations(tmp_path, max_prompts=20)
+    write_conversations(tmp_path, max_prompts={"python-stdlib": 20, "humaneval": 20})
     assert {path: path.stat().st_mtime_ns for path in paths.values()} == before
