@@ -8,7 +8,7 @@ from drafter.config import DrafterSettings, GateThresholds, SourceSettings
 from tasks.retrain_settings import RetrainSettings
 
 # Prompts that are used, chosen by hash. HumanEval is only measured with, never trained on.
-MAX_PROMPTS = {"python-stdlib": 1050, "humaneval": 48}
+MAX_PROMPTS = {"python-stdlib": 1000, "humaneval": 48}
 
 
 def demo_settings(target: Path, conversations: dict[str, Path]) -> RetrainSettings:
@@ -26,10 +26,15 @@ def demo_settings(target: Path, conversations: dict[str, Path]) -> RetrainSettin
         training={
             "num_depths": 5,
             "retention": 0.6,
-            "num_epochs": 3,
-            "time_budget_s": 370,
+            "num_epochs": 4,
+            "time_budget_s": 410,
             "decay": "cosine",
         },
-        evaluation={"num_speculative_tokens": (3, 5), "concurrency": (1, 4, 16), "max_answer_tokens": 128},
+        evaluation={
+            "num_speculative_tokens": (3, 5),
+            "concurrency": (1, 4, 16),
+            "max_answer_tokens": 128,
+            "prompts_per_domain": 20,
+        },
         gate=GateThresholds(min_acceptance_length=1.5, min_speedup=1.05),
     )
