@@ -375,7 +375,8 @@ def real_settings(tmp_path_factory: pytest.TempPathFactory) -> ExtractSettings:
         max_answer_tokens=40,
         conversations_per_shard=2,
         concurrency=4,
-        server={"python": ROOT / ".venv-vllm/bin/python"},
+        # In float32 what is left is the rounding of the stored states; bf16 differs by 3 % after 30 layers.
+        server={"python": ROOT / ".venv-vllm/bin/python", "dtype": "float32"},
     )
 
 
@@ -401,7 +402,7 @@ def test_states_of_vllm_agree_with_transformers_layer_by_layer(
     from drafter.reference_extraction import ReferenceExtractor
 
     target = load_target(real_settings.target)
-    model = AutoModelForCausalLM.from_pretrained(target.path, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(target.path, dtype=torch.float32).eval()
     layers = (*target.default_auxiliary_layers, target.num_layers)
     reference = ReferenceExtractor(model, layers, tmp_path, 0.0, target.eos_token_ids)
     for index in range(len(real_states)):
@@ -411,12 +412,12 @@ def test_states_of_vllm_agree_with_transformers_layer_by_layer(
         for position, layer in enumerate(layers):
             # The first token's state is hundreds of times larger than others and would hide them.
             error = (found[1:, position] - expected[1:, position]).norm() / expected[1:, position].norm()
-            assert error < 0.03, f"layer {layer} of conversation {document.id}: {error:.3f}"
+            assert error < 0.005, f"layer {layer} of conversation {document.id}: {error:.3f}"
         with torch.no_grad():
-            predicted = model.lm_head(model.model.norm(document.final[:-1])).argmax(-1)
+            predicted = model.lm_head(model.model.norm(document.final[:-1].float())).argmax(-1)
         answer = int(document.loss_mask.nonzero()[-1]) - 5
         agreement = (predicted[answer:] == document.input_ids[answer + 1 :]).float().mean()
-        assert agreement > 0.7, "final states lead to the tokens that were sampled"
+        assert agreement > 0.9, "final states lead to the tokens that were sampled"
 
 
 @pytest.mark.vllm
