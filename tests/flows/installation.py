@@ -93,7 +93,9 @@ def kill_in_every_stage(installation: Installation) -> Kills:
     stages = installation.stages
     return Kills(
         extraction=_kill_when(installation, lambda: sorted(stages.glob("states-train-*/shard-*.json"))),
-        training=_kill_when(installation, lambda: _half_trained(stages)),
+        training=_kill_when(
+            installation, lambda: _half_trained(stages), lambda: _newest_training_files(stages)
+        ),
         evaluation=_kill_when(installation, lambda: sorted(stages.glob("evaluation-*/cells/*.json"))),
         record=installation.run_flow(),
     )
@@ -109,8 +111,22 @@ def _half_trained(stages: Path) -> list[Path]:
     return []
 
 
-def _kill_when(installation: Installation, reached: Callable[[], list[Path]]) -> Kill:
-    """SIGKILL the flow as soon as files are there that say how far it is; keep what they hold."""
+def _newest_training_files(stages: Path) -> list[Path]:
+    """Metrics and newest checkpoint: a training that is still alive replaces its checkpoint every second."""
+    checkpoints = stages.glob("training-*/checkpoint-*")
+    newest = max(checkpoints, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+    return [newest.parent / "metrics.jsonl", *newest.glob("*")]
+
+
+def _kill_when(
+    installation: Installation,
+    reached: Callable[[], list[Path]],
+    standing: Callable[[], list[Path]] | None = None,
+) -> Kill:
+    """SIGKILL the flow as soon as files are there that say how far it is.
+
+    What stands after that is kept: those files, or what `standing` finds.
+    """
     flow = installation.start_flow()
     deadline = time.monotonic() + STAGE_TIMEOUT_S
     while not (paths := reached()):
@@ -121,6 +137,8 @@ def _kill_when(installation: Installation, reached: Callable[[], list[Path]]) ->
     flow.kill()
     flow.wait()
     _, alive = psutil.wait_procs(descendants, timeout=30)
+    if standing is not None:
+        paths = standing()
     return Kill(
         survivors=[" ".join(process.cmdline()) for process in alive if process.is_running()],
         files={

@@ -17,7 +17,7 @@ from playwright.sync_api import Page, expect, sync_playwright
 from tasks.run_records import load_run
 from tests.flows.installation import Installation, Kills
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 CHROMIUM_ARGUMENTS = (
     "--no-sandbox",
