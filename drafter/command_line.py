@@ -177,7 +177,7 @@ def _overview(program: str, description: str, verbs: Sequence[Verb]) -> str:
 def _read_settings_file(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise FledgeError(
             f"--settings {path}: {error}",
             "a JSON file with the verb's settings",
@@ -215,10 +215,12 @@ def _explain(program: str, verb: Verb, error: ValidationError) -> str:
 def _explain_os_error(command: str, error: OSError) -> int:
     import errno
 
-    if error.errno not in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT):
+    no_room_or_right = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+    no_directory = (errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
+    if error.errno not in no_room_or_right + no_directory:
         raise error
     print(f"{command}: {error}", file=sys.stderr)
-    print("  expected: room on the disk, and the right to write there", file=sys.stderr)
+    print("  expected: a directory with room on the disk, and the right to write there", file=sys.stderr)
     print(f"  what to do: free space or choose another --output; the work {CONTINUES}", file=sys.stderr)
     return EXIT_USER_ERROR
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,12 +48,15 @@ def list_files(uri: str) -> list[str]:
         DataError: nothing there, or nothing of a known kind.
     """
     filesystem, path = _open_filesystem(uri)
-    if filesystem.isdir(path):
-        files = sorted(file for file in filesystem.find(path) if file.endswith(SUFFIXES))
+    with _reaching(uri):
+        is_folder = filesystem.isdir(path)
+        files = sorted(f for f in filesystem.find(path) if f.endswith(SUFFIXES)) if is_folder else []
+        exists = is_folder or filesystem.exists(path)
+    if is_folder:
         if files:
             return [filesystem.unstrip_protocol(file) if "://" in uri else file for file in files]
         raise DataError(f"{uri} holds no {', '.join(SUFFIXES)} file", "at least one", "check the folder")
-    if not filesystem.exists(path):
+    if not exists:
         raise DataError(f"{uri} does not exist", "a conversation file or a folder of them", "check the path")
     if not path.endswith(SUFFIXES):
         raise DataError(
@@ -66,7 +70,8 @@ def files_digest(uris: list[str]) -> str:
     marks = []
     for uri in uris:
         filesystem, path = _open_filesystem(uri)
-        info = filesystem.info(path)
+        with _reaching(uri):
+            info = filesystem.info(path)
         marks.append([uri, info["size"], str(info.get("ETag") or info.get("mtime"))])
     return digest_of(marks)
 
@@ -80,7 +85,7 @@ def read_file(uri: str) -> Iterator[RawConversation]:
     if uri.endswith(".parquet"):
         records = _read_parquet(uri)
     else:
-        with fsspec.open(uri, "rb") as handle:
+        with _reaching(uri), fsspec.open(uri, "rb") as handle:
             content = handle.read()
         if not content.strip():
             raise DataError(
@@ -93,19 +98,24 @@ def read_file(uri: str) -> Iterator[RawConversation]:
 
 
 def _open_filesystem(uri: str) -> tuple[Any, str]:
+    with _reaching(uri), warnings.catch_warnings():
+        # Newer s3fs pins a botocore older than boto3 needs; the old one reads files just as well.
+        warnings.filterwarnings("ignore", message="Your installed version of s3fs")
+        filesystem, path = fsspec.core.url_to_fs(uri)
+    return filesystem, path
+
+
+@contextmanager
+def _reaching(uri: str) -> Iterator[None]:
+    """Turn whatever the store says into a DataError."""
     try:
-        with warnings.catch_warnings():
-            # Newer s3fs pins a botocore older than boto3 needs; the old one reads files just as well.
-            warnings.filterwarnings("ignore", message="Your installed version of s3fs")
-            filesystem, path = fsspec.core.url_to_fs(uri)
-        filesystem.exists(path)
+        yield
     except Exception as error:  # each filesystem has its own errors: credentials, network, missing package
         raise DataError(
             f"{uri} cannot be reached: {type(error).__name__}: {error}",
             "a local path or a URI that fsspec opens (s3://bucket/key)",
             "check the URI, its credentials (AWS_PROFILE, AWS_ENDPOINT_URL_S3) and that its package is installed",
         ) from None
-    return filesystem, path
 
 
 def _read_json_lines(uri: str, content: bytes) -> Iterator[tuple[str, Any]]:
@@ -120,14 +130,14 @@ def _read_json_lines(uri: str, content: bytes) -> Iterator[tuple[str, Any]]:
                 source,
                 RawConversation(source, problem=f"bytes that are not UTF-8 at column {error.start + 1}"),
             )
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             yield source, RawConversation(source, problem=f"broken JSON: {error}")
 
 
 def _read_json_array(uri: str, content: bytes) -> Iterator[tuple[str, Any]]:
     try:
         values = json.loads(content.decode("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"{uri}: broken JSON: {error}", "a JSON array", "repair the file at that place"
         ) from None

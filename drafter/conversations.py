@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from drafter.chat_template import ChatTemplate, load_chat_template
 from drafter.config import PrepareSettings, SourceSettings
 from drafter.conversation_files import RawConversation, files_digest, list_files, read_file
@@ -54,8 +56,17 @@ def load_conversations(dataset: Path, split: str) -> list[Conversation]:
         DataError: the dataset is not there or not finished.
     """
     DatasetRecord.load(dataset / DATASET_FILE)
-    with open(dataset / f"{split}.jsonl", encoding="utf-8") as lines:
-        return sorted((Conversation.model_validate_json(line) for line in lines), key=lambda c: c.id)
+    file = dataset / f"{split}.jsonl"
+    try:
+        with open(file, "rb") as lines:
+            return sorted((Conversation.model_validate_json(line) for line in lines), key=lambda c: c.id)
+    except (FileNotFoundError, ValidationError) as error:
+        reason = "is missing" if isinstance(error, OSError) else f"is damaged: {error.errors()[0]['msg']}"
+        raise DataError(
+            f"{file} {reason}",
+            "the conversations that `prepare` wrote",
+            f"delete {dataset} and run `python -m drafter prepare` again",
+        ) from None
 
 
 def prepare(settings: PrepareSettings) -> DatasetRecord:

@@ -110,7 +110,7 @@ def claim(output: Path, digest: str) -> None:
     """
     plan_file = output / _PLAN_FILE
     if plan_file.exists():
-        found = json.loads(plan_file.read_text()).get("digest")
+        found = _digest_in(plan_file)
         if found != digest:
             raise DataError(
                 f"{output} holds states of other data or settings (plan {found}, now {digest})",
@@ -119,6 +119,13 @@ def claim(output: Path, digest: str) -> None:
             )
     output.mkdir(parents=True, exist_ok=True)
     write_text_atomically(plan_file, json.dumps({"digest": digest}) + "\n")
+
+
+def _digest_in(plan_file: Path) -> str:
+    try:
+        return str(json.loads(plan_file.read_text(encoding="utf-8"))["digest"])
+    except (ValueError, LookupError, TypeError):
+        return "unreadable"
 
 
 def check_disk(plan: Plan, template: ChatTemplate, conversations: Sequence[Conversation]) -> None:

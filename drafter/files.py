@@ -47,8 +47,8 @@ def read_record(kind: type[RecordType], path: Path) -> RecordType:
         DataError: the file is missing, not JSON, or lacks fields of `kind`.
     """
     try:
-        return kind.model_validate_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        return kind.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
         raise DataError(
             f"{path} does not exist",
             f"the {kind.__name__} that the stage before writes last",

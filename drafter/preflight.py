@@ -50,10 +50,12 @@ def check_drafter(path: Path, target: Target) -> tuple[str, ...]:
     try:
         config = json.loads((path / CONFIG_NAME).read_text(encoding="utf-8"))
         tensors = TensorFile(path / WEIGHTS_NAME)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         return (f"{error.filename} is missing: {path} is not an exported drafter",)
     except (ValueError, CheckpointError) as error:
         return (f"{path}: not readable: {error}",)
+    if not isinstance(config, dict):
+        return (f"{path / CONFIG_NAME} is a JSON {type(config).__name__}, not an object",)
     problems = [
         *_config_problems(config, target),
         *_position_problems(config, target),

@@ -245,16 +245,18 @@ class HiddenStates:
             tuple(handle.get_slice("auxiliary").get_shape()),
             tuple(handle.get_slice("final").get_shape()),
             len(offsets) - 1,
+            _end(offsets),
         )
         expected = (
             self.record.target_fingerprint,
             (record.num_tokens, 3 * hidden_size),
             (record.num_tokens, hidden_size),
             record.num_conversations,
+            record.num_tokens,
         )
         if found != expected:
             raise DataError(
-                f"{file}: target, shapes and conversations {found}",
+                f"{file}: target, shapes, conversations and their end {found}",
                 f"{expected}, as in {MANIFEST}",
                 "do not mix shards of different runs: " + _AGAIN,
             )
@@ -273,6 +275,12 @@ class HiddenStates:
             )
 
 
+def _end(offsets: np.ndarray) -> int | None:
+    """Where the last conversation ends; None if the conversations do not follow each other from 0."""
+    in_order = len(offsets) > 0 and offsets[0] == 0 and bool((np.diff(offsets) > 0).all())
+    return int(offsets[-1]) if in_order else None
+
+
 def open_states(path: Path, target_fingerprint: str | None = None) -> HiddenStates:
     """Open a finished states directory.
 
@@ -289,6 +297,6 @@ def open_states(path: Path, target_fingerprint: str | None = None) -> HiddenStat
             f"states of target {target_fingerprint}",
             "extract the states again with this target; those of another teach the wrong distribution",
         )
-    if record.num_conversations == 0:
+    if record.num_conversations == 0 or not record.shards:
         raise DataError(f"{path}: no conversation", "at least one", "extract from a dataset that has some")
     return HiddenStates(path, record)

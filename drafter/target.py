@@ -142,8 +142,8 @@ def load_target(path: Path) -> Target:
         CheckpointError: no such model, or a shape that a drafter cannot be built for.
     """
     config = _read_json(path / "config.json")
-    config = config.get("text_config", config)
     try:
+        config = config.get("text_config", config)
         hidden_size = int(config["hidden_size"])
         num_heads = int(config["num_attention_heads"])
         target = Target(
@@ -161,9 +161,12 @@ def load_target(path: Path) -> Target:
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             config=config,
         )
-    except KeyError as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = (
+            f"has no {error.args[0]}" if isinstance(error, KeyError) else f"is no shape of a model: {error}"
+        )
         raise CheckpointError(
-            f"{path / 'config.json'} has no {error.args[0]}",
+            f"{path / 'config.json'} {what}",
             "the configuration of a decoder-only language model",
             "give the directory of the target as the Hugging Face hub lays it out",
         ) from None
@@ -222,8 +225,11 @@ def _cached_sha256(file: Path) -> str:
 
 def _read_json(path: Path, required: bool = True) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(value, dict):
+            raise ValueError(f"a JSON {type(value).__name__}")
+        return value
+    except (FileNotFoundError, NotADirectoryError):
         if not required:
             return {}
         raise CheckpointError(

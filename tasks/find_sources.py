@@ -20,10 +20,10 @@ def fingerprint_source(uri: str) -> str:
     Raises:
         DataError: nothing is there.
     """
-    filesystem, path = fsspec.core.url_to_fs(uri)
     try:
+        filesystem, path = fsspec.core.url_to_fs(uri)
         files = sorted(filesystem.find(path))
-    except OSError as error:
+    except Exception as error:  # each filesystem has its own errors: credentials, network, missing package
         raise DataError(
             f"source {uri}: {error}", "a readable file or folder", "check the path and the credentials"
         ) from None

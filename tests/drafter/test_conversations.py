@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from drafter.config import PrepareSettings
+from drafter.conversation_files import list_files
 from drafter.conversations import load_conversations, prepare
 from drafter.errors import DataError
 from drafter.records import DatasetRecord
@@ -303,4 +304,39 @@ def test_refused_data_leaves_no_record_of_older_data(prepared: Any, tmp_path: Pa
     with pytest.raises(DataError):
         prepared(path)
     with pytest.raises(DataError, match=r"dataset\.json does not exist"):
+        load_conversations(tmp_path / "dataset", "train")
+
+
+def test_json_nested_beyond_measure_is_a_broken_line(prepared: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(openai("q", "a")) + "\n" + "[" * 100_000)
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: broken JSON"):
+        prepared(path)
+
+
+def test_a_store_without_credentials_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Any, path: str, **options: Any) -> bool:
+        raise RuntimeError("Unable to locate credentials")
+
+    monkeypatch.setattr("fsspec.implementations.memory.MemoryFileSystem.isdir", refuse)
+    with pytest.raises(DataError, match=r"cannot be reached: .*credentials"):
+        list_files("memory://chats.jsonl")
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "binary"])
+def test_a_damaged_side_of_a_dataset_is_refused(prepared: Any, tmp_path: Path, damage: str) -> None:
+    prepared(write_lines(tmp_path / "a.jsonl", [openai("q", "a")]))
+    side = tmp_path / "dataset" / "train.jsonl"
+    contents = {"truncated": side.read_bytes()[:-9], "binary": b"\x81\x00"}
+    side.unlink()
+    if damage in contents:
+        side.write_bytes(contents[damage])
+    with pytest.raises(DataError, match=r"train\.jsonl is (missing|damaged)"):
+        load_conversations(tmp_path / "dataset", "train")
+
+
+def test_a_record_that_is_not_text_is_refused(prepared: Any, tmp_path: Path) -> None:
+    prepared(write_lines(tmp_path / "a.jsonl", [openai("q", "a")]))
+    (tmp_path / "dataset" / "dataset.json").write_bytes(bytes(range(256)))
+    with pytest.raises(DataError, match="is not a DatasetRecord"):
         load_conversations(tmp_path / "dataset", "train")

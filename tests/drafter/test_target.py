@@ -113,3 +113,17 @@ def test_pickled_weights_are_not_taken_for_a_target(own_target: Path) -> None:
 def test_a_missing_target_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere"):
         load_target(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("config", ["[]", '{"hidden_size": "big"}', '{"text_config": 3}', "\\x00"])
+def test_a_configuration_that_is_no_models_is_refused(own_target: Path, config: str) -> None:
+    (own_target / "config.json").write_text(config)
+    load_target.cache_clear()
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load_target(own_target)
+
+
+def test_a_file_is_not_taken_for_a_target(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load_target(tmp_path / "file")
