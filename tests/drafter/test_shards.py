@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from drafter.errors import DataError
 from drafter.shards import Document, finished_shard, open_states, write_shard
@@ -136,4 +138,22 @@ def test_shard_of_another_run_under_this_manifest_is_refused(
     manifest["shards"][0] = foreign.model_dump()
     (states / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(DataError, match="do not mix shards"):
+        open_states(states)
+
+
+def test_shard_whose_conversations_end_elsewhere_is_refused(states: Path) -> None:
+    shard = first_shard(states)
+    with safe_open(shard, framework="pt") as handle:
+        metadata = handle.metadata()
+    tensors = load_file(shard)
+    tensors["offsets"][-1] += 1_000_000
+    save_file(tensors, shard, metadata=metadata)
+    with pytest.raises(DataError, match="conversations and their end"):
+        open_states(states)
+
+
+def test_manifest_without_shards_is_refused(states: Path) -> None:
+    manifest = states / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "shards": []}))
+    with pytest.raises(DataError, match="no conversation"):
         open_states(states)
