@@ -41,11 +41,14 @@ class _Lines:
         self.printed_at = time.monotonic()
         elapsed_s = self.printed_at - self.started_at
         rate = self.done / max(elapsed_s, 1e-9)
-        share = f" ({self.done / self.total:.0%})" if self.total else ""
+        done = (
+            f"{self.done}/{self.total} {self.unit} ({self.done / self.total:.0%})"
+            if self.total
+            else f"{self.done} {self.unit}"
+        )
         remark = f" {self.remark}" if self.remark else ""
         print(
-            f"{self.description}: {self.done}/{self.total} {self.unit}{share}, "
-            f"{rate:.1f} {self.unit}/s, {elapsed_s:.0f} s{remark}",
+            f"{self.description}: {done}, {rate:.1f} {self.unit}/s, {elapsed_s:.0f} s{remark}",
             file=sys.stderr,
             flush=True,
         )

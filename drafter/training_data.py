@@ -65,10 +65,11 @@ def open_training_data(
     """Open hidden states for training and refuse what cannot be trained on.
 
     Raises:
-        DataError: states of another target or size, a mask token that the data uses, ids outside the
+        DataError: shards that are not as written, states of another target or size, a mask token that the data uses, ids outside the
             vocabulary, no or too few supervised tokens.
     """
     states = open_states(path, target.fingerprint)
+    states.verify()  # seconds for gigabytes, against hours of training on bytes that a disk has changed
     if (states.record.hidden_size, states.record.vocab_size) != (target.hidden_size, target.vocab_size):
         raise DataError(
             f"{path}: hidden size {states.record.hidden_size}, vocabulary {states.record.vocab_size}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -293,6 +294,18 @@ def test_states_of_another_target_are_refused(
     states = write_states(tmp_path / "states", other, tiny_documents)
     with pytest.raises(DataError, match="states of target"):
         train(training_settings(states, tiny_target, tmp_path / "out"))
+
+
+def test_states_that_the_disk_has_changed_are_refused(
+    tiny_target: Path, tiny_states: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(tiny_states, tmp_path / "states"))
+    shard = next(copy.glob("*.safetensors"))
+    damaged = bytearray(shard.read_bytes())
+    damaged[-40] ^= 1  # same size, same names, one bit of one state
+    shard.write_bytes(damaged)
+    with pytest.raises(DataError, match="sha256"):
+        train(training_settings(copy, tiny_target, tmp_path / "training"))
 
 
 def test_masks_without_a_one_are_refused(
