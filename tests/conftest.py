@@ -7,6 +7,7 @@ where speculation has to be lossless to the token.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,9 @@ import pytest
 if TYPE_CHECKING:
     from drafter.serving import VllmServer
     from drafter.shards import Document
+
+# A shell that starts the tests in the background lets them ignore Ctrl-C, and every process of theirs too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 NUM_SPECULATIVE_TOKENS = 3
 ANSWER_TOKENS = 96
