@@ -34,6 +34,8 @@ from drafter.target import load_target
 
 DATASET_FILE = "dataset.json"
 _INPUTS_FILE = "inputs.json"
+_PROFILE_FILE = "profile.parquet"
+_SIDES = {"train": "train.jsonl", "evaluation": "evaluation.jsonl"}
 _EXPECTED = (
     "perhaps a system turn, then user and assistant in turn, none empty, roles system, user or assistant"
 )
@@ -79,7 +81,10 @@ def prepare(settings: PrepareSettings) -> DatasetRecord:
     inputs = _digest_of_inputs(settings, files)
     record_path = settings.output / DATASET_FILE
     inputs_path = settings.output / _INPUTS_FILE
-    if record_path.exists() and inputs_path.exists() and inputs_path.read_text().strip() == inputs:
+    written = [
+        settings.output / name for name in (*_SIDES.values(), _PROFILE_FILE, _INPUTS_FILE, DATASET_FILE)
+    ]
+    if all(path.is_file() for path in written) and inputs_path.read_text().strip() == inputs:
         record: DatasetRecord = DatasetRecord.load(record_path)
         return record
     record_path.unlink(missing_ok=True)  # what stands there describes other inputs
@@ -87,9 +92,9 @@ def prepare(settings: PrepareSettings) -> DatasetRecord:
     read = _read_all(settings, files)
     split = list(_assign_splits(read, settings))
     record = _record_of(split, settings)
-    for side in ("train", "evaluation"):
-        _write_side(settings.output / f"{side}.jsonl", [r for r in split if r.row.split == side])
-    write_profile(settings.output / "profile.parquet", [r.row for r in split])
+    for side, name in _SIDES.items():
+        _write_side(settings.output / name, [r for r in split if r.row.split == side])
+    write_profile(settings.output / _PROFILE_FILE, [r.row for r in split])
     write_text_atomically(inputs_path, inputs + "\n")
     record.save(record_path)
     return record

@@ -64,7 +64,7 @@ def only_trainer_in(output: Path) -> Iterator[None]:
 
 
 def finished_training(output: Path, fingerprint: str) -> TrainingRecord | None:
-    """The record of a training that ended here, or None if there is none yet.
+    """The record of a training that ended here, or None if there is none, or its files have vanished.
 
     Raises:
         CheckpointError: it was another training.
@@ -78,7 +78,8 @@ def finished_training(output: Path, fingerprint: str) -> TrainingRecord | None:
             f"an empty directory, or training {fingerprint} of the same states, target and settings",
             "choose another `output`, or remove this one to train anew",
         )
-    return record
+    whole = all((output / name).is_file() for name in (WEIGHTS_NAME, CONFIG_NAME, SETTINGS_NAME))
+    return record if whole else None
 
 
 def save_result(output: Path, drafter: Drafter) -> None:

@@ -74,7 +74,7 @@ def is_complete(output: Path) -> bool:
 
 _FILES = {
     "dataset": ("train.jsonl", "evaluation.jsonl", "profile.parquet", "dataset.json"),
-    "training": ("training.json",),
+    "training": ("weights.safetensors", "drafter.json", "settings.json", "training.json"),
     "drafter": ("config.json", "model.safetensors", "provenance.json"),
     "evaluation": ("evaluation.json",),
 }

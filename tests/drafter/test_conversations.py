@@ -297,6 +297,15 @@ def test_same_inputs_are_not_read_again_and_changed_ones_are(
     assert prepared(path).num_train == 2
 
 
+@pytest.mark.parametrize("name", ["train.jsonl", "evaluation.jsonl", "profile.parquet"])
+def test_a_file_that_has_vanished_is_written_again(prepared: Any, tmp_path: Path, name: str) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [openai("q", "a")])
+    first = prepared(path)
+    (tmp_path / "dataset" / name).unlink()
+    assert prepared(path) == first
+    assert (tmp_path / "dataset" / name).is_file()
+
+
 def test_refused_data_leaves_no_record_of_older_data(prepared: Any, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [openai("q", "a")])
     prepared(path)

@@ -133,6 +133,17 @@ def test_a_finished_training_is_not_run_again(
     assert (tiny_training / "weights.safetensors").stat().st_mtime_ns == before
 
 
+def test_weights_that_have_vanished_are_trained_again(
+    tiny_states: Path, tiny_target: Path, tmp_path: Path
+) -> None:
+    settings = training_settings(tiny_states, tiny_target, tmp_path / "out", num_epochs=1)
+    first = train(settings)
+    before = (tmp_path / "out/weights.safetensors").read_bytes()
+    (tmp_path / "out/weights.safetensors").unlink()
+    assert train(settings).num_steps == first.num_steps
+    assert (tmp_path / "out/weights.safetensors").read_bytes() == before
+
+
 def test_the_directory_of_another_training_is_refused(
     tiny_training: Path, tiny_states: Path, tiny_target: Path
 ) -> None:
