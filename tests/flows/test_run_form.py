@@ -163,6 +163,6 @@ def _open_pages(page: Page, links: dict[str, str], registry_uri: str, screenshot
         answer = page.goto(links[name])
         assert answer is not None
         assert answer.ok
-        expect(page.get_by_text(text).first).to_be_visible(timeout=30_000)
+        expect(page.get_by_text(text).filter(visible=True).first).to_be_visible(timeout=30_000)
         page.wait_for_timeout(1000)
         page.screenshot(path=screenshots / f"5-{name}.png", full_page=True)
