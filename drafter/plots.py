@@ -131,7 +131,7 @@ def speedup_over_concurrency(curves: Sequence[Curve]) -> str:
         axes.set_xticks(levels, [f"{level:.0f}" for level in levels])
         axes.minorticks_off()
         axes.set(xlabel="requests in flight")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.1f}×"))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2f}×"))
         _legend(axes, len(curves))
         return _svg(figure, "speedup", "Speed relative to no speculation, over concurrency")
 
