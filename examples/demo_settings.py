@@ -8,7 +8,7 @@ from drafter.config import DrafterSettings, GateThresholds, SourceSettings
 from tasks.retrain_settings import RetrainSettings
 
 # Prompts that are used, chosen by hash. HumanEval is only measured with, never trained on.
-MAX_PROMPTS = {"python-stdlib": 1000, "humaneval": 48}
+MAX_PROMPTS = {"python-stdlib": 900, "humaneval": 48}
 
 
 def demo_settings(target: Path, conversations: dict[str, Path]) -> RetrainSettings:
@@ -27,14 +27,15 @@ def demo_settings(target: Path, conversations: dict[str, Path]) -> RetrainSettin
             "num_depths": 5,
             "retention": 0.6,
             "num_epochs": 4,
-            "time_budget_s": 410,
+            "time_budget_s": 385,
             "decay": "cosine",
         },
         evaluation={
             "num_speculative_tokens": (3, 5),
-            "concurrency": (1, 4, 16),
+            "concurrency": (1, 8),
             "max_answer_tokens": 128,
-            "prompts_per_domain": 20,
+            "prompts_per_domain": 16,
+            "requests_per_concurrency": 6,
         },
         gate=GateThresholds(min_acceptance_length=1.5, min_speedup=1.05),
     )
