@@ -31,8 +31,8 @@ def demo_settings(target: Path, conversations: dict[str, Path]) -> RetrainSettin
             "decay": "cosine",
         },
         evaluation={
-            "num_speculative_tokens": (3, 5),
-            "concurrency": (1, 8),
+            "num_speculative_tokens": (3,),  # every further K costs two to three minutes
+            "concurrency": (1, 4, 16),
             "max_answer_tokens": 128,
             "prompts_per_domain": 16,
             "requests_per_concurrency": 6,
