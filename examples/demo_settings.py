@@ -8,7 +8,7 @@ from drafter.config import DrafterSettings, GateThresholds, SourceSettings
 from tasks.retrain_settings import RetrainSettings
 
 # Prompts that are used, chosen by hash. HumanEval is only measured with, never trained on.
-MAX_PROMPTS = {"python-stdlib": 900, "humaneval": 48}
+MAX_PROMPTS = {"python-stdlib": 1000, "humaneval": 48}
 
 
 def demo_settings(target: Path, conversations: dict[str, Path]) -> RetrainSettings:
@@ -27,7 +27,7 @@ def demo_settings(target: Path, conversations: dict[str, Path]) -> RetrainSettin
             "num_depths": 5,
             "retention": 0.6,
             "num_epochs": 4,
-            "time_budget_s": 385,
+            "time_budget_s": 430,
             "decay": "cosine",
         },
         evaluation={
