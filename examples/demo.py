@@ -48,8 +48,6 @@ def run_demo(console: Console) -> None:
 
     started = time.monotonic()
     console.rule("1/3  conversations: Python's standard library, and HumanEval")
-    # Before the target: converting it imports libraries that change what the standard library documents,
-    # and other prompts would be another dataset, trained anew.
     conversations = write_conversations(Path(".fledge/demo/conversations"), MAX_PROMPTS)
 
     console.rule("2/3  the target: SmolLM2-135M-Instruct")

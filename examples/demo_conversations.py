@@ -18,6 +18,7 @@ import itertools
 import json
 import pkgutil
 import re
+import subprocess
 import sys
 import warnings
 from collections import Counter, defaultdict
@@ -71,7 +72,7 @@ def write_conversations(directory: Path, max_prompts: Mapping[str, int] | None =
         directory: where the files go; files of the same content are left as they are.
         max_prompts: domain -> keep only so many, chosen by hash; domains that are not named keep all.
     """
-    domains = {"python-stdlib": stdlib_prompts(), "humaneval": humaneval_prompts()}
+    domains = {"python-stdlib": stdlib_prompts_of_fresh_process(), "humaneval": humaneval_prompts()}
     paths = {}
     for domain, prompts in domains.items():
         lines = [json.dumps({"messages": [{"role": "user", "content": prompt}]}) for prompt in prompts]
@@ -82,6 +83,20 @@ def write_conversations(directory: Path, max_prompts: Mapping[str, int] | None =
         if not paths[domain].exists() or paths[domain].read_text(encoding="utf-8") != text:
             write_text_atomically(paths[domain], text)
     return paths
+
+
+def stdlib_prompts_of_fresh_process() -> list[str]:
+    """`stdlib_prompts` of a new interpreter.
+
+    Libraries change what the standard library documents when they are imported (they patch and register), and
+    other prompts would be another dataset, trained anew.
+    """
+    code = "import json; from examples.demo_conversations import stdlib_prompts; print(json.dumps(stdlib_prompts()))"
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return json.loads(done.stdout)
 
 
 def stdlib_prompts() -> list[str]:

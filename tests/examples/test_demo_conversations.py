@@ -55,6 +55,15 @@ def test_another_process_writes_the_same_files(tmp_path: Path) -> None:
     assert set(files[0]) == {"python-stdlib.jsonl", "humaneval.jsonl"}
 
 
+def test_what_this_process_did_to_the_standard_library_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = write_conversations(tmp_path / "before")["python-stdlib"].read_bytes()
+    monkeypatch.setattr(json.dumps, "__doc__", "Write what a library put here when it was imported.")
+    assert any("a library put here" in prompt for prompt in stdlib_prompts())
+    assert write_conversations(tmp_path / "after")["python-stdlib"].read_bytes() == before
+
+
 def test_near_duplicates_are_left_out() -> None:
     join = Function(
         "os.path.join", "(a, *p)", "Join two or more pathname components, inserting slashes as needed."
