@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Annotated, Literal
 from urllib.parse import urlsplit, urlunsplit
 
-from pydantic import Field, SecretStr
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import AliasChoices, Field, SecretStr, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 
 class Places(BaseSettings):
     """Directories, addresses and names of one installation. Read anew by each flow run."""
 
-    model_config = SettingsConfigDict(env_prefix="FLEDGE_", frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(
+        env_prefix="FLEDGE_", frozen=True, extra="ignore", env_ignore_empty=True, validate_by_name=True
+    )
 
     home: Path = Field(default=Path(".fledge"), description="Directory of everything that runs write.")
     mlflow_tracking_uri: SecretStr | None = Field(
@@ -42,6 +45,37 @@ class Places(BaseSettings):
     mlflow_ui_url: str | None = Field(
         default=None, description="Address of MLflow's pages, where the tracking URI is none itself."
     )
+    bucket: str = Field(
+        default="fledge",
+        pattern=r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$",
+        description="S3 bucket of drafters on their way to an endpoint, and of what endpoints capture.",
+    )
+    execution_role_arn: str | None = Field(
+        default=None,
+        pattern=r"^arn:aws[a-z-]*:iam::\d{12}:role/.+$",
+        description="IAM role that SageMaker takes on to read the bucket; a deployment needs it.",
+    )
+    region: str = Field(
+        default="us-east-1",
+        validation_alias=AliasChoices("AWS_REGION", "AWS_DEFAULT_REGION", "FLEDGE_REGION"),
+        description="AWS region of endpoints, bucket and alarms. AWS_REGION and AWS_DEFAULT_REGION win.",
+    )
+    approvers: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="Who may approve a drafter, separated by commas. Empty: nobody.",
+    )
+    cloud: Literal["auto", "local", "aws"] = Field(
+        default="auto",
+        description="`local`: SageMaker, S3 and CloudWatch of fledge up; `aws`: AWS; `auto`: local while "
+        "fledge up runs on this home, else AWS.",
+    )
+
+    @field_validator("approvers", mode="before")
+    @classmethod
+    def _split_at_commas(cls, given: object) -> object:
+        if isinstance(given, str):
+            return tuple(name.strip() for name in given.split(",") if name.strip())
+        return given
 
     @property
     def tracking_uri(self) -> str:
@@ -71,6 +105,11 @@ class Places(BaseSettings):
     def runs(self) -> Path:
         """Directory of one record per flow run."""
         return self.home / "runs"
+
+    @property
+    def services_file(self) -> Path:
+        """What `fledge up` wrote down of itself, for verbs in other terminals."""
+        return self.home / "services.json"
 
     def link(self, path: Path) -> str:
         """Address of a file of a run: below `pages_url` where a server shows home, else a file URI."""
