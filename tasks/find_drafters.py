@@ -84,6 +84,14 @@ def find_champion(target_fingerprint: str) -> RegisteredDrafter | None:
     return _fetched(client, places, version)
 
 
+@task(name="fetch-drafter", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=5, timeout_seconds=1800)
+def fetch_drafter(version: str) -> RegisteredDrafter:
+    """A version by number, with its files on this machine, checked against their digests."""
+    places = Places()
+    client = connect(places)
+    return _fetched(client, places, client.get_model_version(places.model_name, version))
+
+
 def version_of_alias(client: MlflowClient, places: Places, alias: Alias) -> ModelVersion | None:
     """The version that an alias points to; None without the alias or the model."""
     from mlflow.exceptions import MlflowException

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from drafter.gate import ratio_to_plain
 from drafter.records import DrafterRecord, EvaluationReport, Record, ReleaseDecision
 from tasks.find_drafters import (
     ATTEMPT_TAG,
@@ -51,7 +52,7 @@ def register_drafter(candidate: Candidate) -> RegisteredDrafter:
     """Register the drafter, or find it registered; alias it `challenger` only if it was approved."""
     places = Places()
     client = connect(places)
-    with _one_at_a_time(places):
+    with one_registration_at_a_time(places):
         model = _logged_model(client, places, candidate)
         version = _version(client, places, model, candidate)
         for name, value in _tags(candidate).items():
@@ -155,15 +156,41 @@ def _tags(candidate: Candidate) -> dict[str, str]:
         "fledge.reasons": "\n".join(decision.reasons),
         "fledge.num_speculative_tokens": decision.num_speculative_tokens or "",
     }
-    for summary in evaluation.acceptance:
-        if summary.drafter == "challenger" and summary.length_bucket == "all":
-            name = f"fledge.acceptance_length.k{summary.num_speculative_tokens}.{summary.domain}"
-            tags[name] = f"{summary.acceptance_length:.3f} [{summary.lower:.3f}, {summary.upper:.3f}]"
+    tags["fledge.report"] = Path(evaluation.path).resolve() / "report.html"
+    tags |= _measured_acceptance(evaluation) | _measured_speed(evaluation)
     return {name: str(value)[:MAX_TAG_LENGTH] for name, value in tags.items()}
 
 
+# How a figure's tag begins, by the drafter it is of: the version itself, and the champion beside it.
+_PREFIXES = {"challenger": "fledge.", "champion": "fledge.champion_"}
+
+
+def _measured_acceptance(evaluation: EvaluationReport) -> dict[str, str]:
+    return {
+        f"{_PREFIXES[one.drafter]}acceptance_length.k{one.num_speculative_tokens}.{one.domain}": (
+            f"{one.acceptance_length:.3f} [{one.lower:.3f}, {one.upper:.3f}]"
+        )
+        for one in evaluation.acceptance
+        if one.drafter in _PREFIXES and one.length_bucket == "all"
+    }
+
+
+def _measured_speed(evaluation: EvaluationReport) -> dict[str, str]:
+    """Output tokens/s of every cell, with the figure of the same requests without a drafter."""
+    tags = {}
+    for cell in evaluation.cells:
+        if cell.drafter not in _PREFIXES or cell.speculation != "peagle":
+            continue
+        where = f"k{cell.num_speculative_tokens}.c{cell.concurrency}.{cell.domain}"
+        ratio = ratio_to_plain(evaluation, cell)
+        speed = cell.output_tokens_per_second
+        plain = f" (no speculation {speed / ratio:.1f})" if ratio else ""
+        tags[f"{_PREFIXES[cell.drafter]}output_tokens_per_second.{where}"] = f"{speed:.1f}{plain}"
+    return tags
+
+
 @contextmanager
-def _one_at_a_time(places: Places) -> Iterator[None]:
+def one_registration_at_a_time(places: Places) -> Iterator[None]:
     """Runs of one home register after each other; the look-ups then see what the other has made."""
     places.home.mkdir(parents=True, exist_ok=True)
     with open(Path(places.home) / "registry.lock", "w") as handle:
