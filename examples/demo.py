@@ -19,7 +19,7 @@ from examples.demo_conversations import write_conversations
 from examples.demo_settings import MAX_PROMPTS, demo_settings
 from examples.smollm2 import TARGET, ensure_target
 from flows.command_line import show_run
-from tasks.local_services import set_environment_defaults
+from tasks.local_environment import set_environment_defaults
 from tasks.settings import Places
 
 EXIT_USER_ERROR = 1

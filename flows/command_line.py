@@ -58,7 +58,7 @@ class DoctorSettings(Settings):
 
 def run_retrain(settings: RetrainSettings) -> Any:
     """Run the flow here; Prefect's and MLflow's files go below FLEDGE_HOME, beside the run's own."""
-    from tasks.local_services import set_environment_defaults
+    from tasks.local_environment import set_environment_defaults
 
     set_environment_defaults(Places())
     from flows.retrain_drafter import retrain_drafter

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.local_services import Ports, running_services, service_environment
+from tasks.local_environment import Ports, service_environment
+from tasks.local_services import running_services
 from tasks.settings import Places
 from tests.flows.installation import Installation, Kills, kill_in_every_stage
 from tests.flows.tiny_run import tiny_settings, write_conversations
@@ -31,7 +32,7 @@ def installation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installat
     (home / "prefect").mkdir()
     write_conversations(home)
     places = Places(home=home, mlflow_tracking_uri=None)
-    ports = Ports(free_port(), free_port(), free_port())
+    ports = Ports(*(free_port() for _ in Ports.__dataclass_fields__))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         patch.setenv("PWD", str(ROOT))  # where prefect.yaml says that flows run

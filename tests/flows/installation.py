@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tasks.local_services import Ports
+from tasks.local_environment import Ports
 from tasks.run_records import RetrainRecord, load_run
 from tasks.settings import Places
 

@@ -13,14 +13,8 @@ from pathlib import Path
 import pytest
 
 from drafter.errors import ServerError
-from tasks.local_services import (
-    Ports,
-    Service,
-    environment_defaults,
-    running_services,
-    service_environment,
-    set_environment_defaults,
-)
+from tasks.local_environment import Ports
+from tasks.local_services import Service, running_services
 from tasks.settings import Places
 
 ROOT = Path(__file__).parents[2]
@@ -32,13 +26,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_a_taken_port_is_named_before_anything_starts(tmp_path: Path) -> None:
+def free_ports(**chosen: int) -> Ports:
+    return Ports(**{name: chosen.get(name) or free_port() for name in Ports.__dataclass_fields__})
+
+
+@pytest.mark.parametrize("service", ["mlflow", "aws", "sagemaker"])
+def test_a_taken_port_is_named_before_anything_starts(tmp_path: Path, service: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         places = Places(home=tmp_path)
-        ports = Ports(prefect=free_port(), mlflow=port, pages=free_port())
+        ports = free_ports(**{service: port})
         error = pytest.raises(ServerError, match=f"port {port} on 127.0.0.1 is in use")
         with error, running_services(places, ports):
             pytest.fail("it must not start")
@@ -87,25 +86,3 @@ service.start(dict(os.environ)); service.wait_until_ready(); print("up", flush=T
                 return
         time.sleep(0.2)
     pytest.fail("the service is still there")
-
-
-def test_what_the_environment_says_wins_over_our_defaults(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    places = Places(home=tmp_path)
-    monkeypatch.setenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "77")
-    environment = service_environment(places, Ports(1, 2, 3))
-    assert environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "77"
-    assert environment["PREFECT_API_URL"] == "http://127.0.0.1:1/api"
-    assert environment["FLEDGE_PAGES_URL"] == "http://127.0.0.1:3"
-    assert Path(environment_defaults(places)["PREFECT_HOME"]).is_relative_to(tmp_path)
-
-
-def test_a_home_that_is_not_there_yet_is_made_for_prefect(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in environment_defaults(Places()):
-        monkeypatch.setenv(name, os.environ.get(name, "kept"))
-    monkeypatch.delenv("PREFECT_HOME")
-    set_environment_defaults(Places(home=tmp_path / "new" / "home"))
-    assert Path(os.environ["PREFECT_HOME"]).is_dir()
