@@ -1,0 +1,108 @@
+"""What the approver reads above the form: the gate's results, the comparison, and what will be deployed."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from tasks.endpoint_settings import DeploySettings
+from tasks.promotion import MeasuredAcceptance, MeasuredSpeed, VersionRecord
+from tasks.settings import Places
+
+
+def approval_text(version: VersionRecord, deployment: DeploySettings | None, expires_at: datetime) -> str:
+    """Markdown for the form of one version."""
+    parts = [
+        f"# Put `{version.uri}` into production?",
+        _champion_line(version),
+        *_rollback_line(version),
+        "## What was measured",
+        _table(version),
+        "## What the gate found",
+        "\n".join(f"- {reason}" for reason in version.reasons) or "No reasons are recorded.",
+        "## What follows an approval",
+        _what_follows(version, deployment),
+        _links(version),
+        f"Digests: drafter `{version.drafter_digest[:12]}`, evaluation `{version.evaluation_digest[:12]}`. "
+        f"The form is withdrawn at {expires_at:%Y-%m-%d %H:%M} UTC. A change of the champion, the version or "
+        "its measurements before your answer makes the answer void.",
+    ]
+    return "\n\n".join(parts)
+
+
+def _champion_line(version: VersionRecord) -> str:
+    if version.champion is None:
+        return "There is no champion yet: this would be the first drafter in production."
+    if version.champion == version.version:
+        return "This version is the champion already."
+    return f"It would replace version {version.champion}, the champion."
+
+
+def _rollback_line(version: VersionRecord) -> list[str]:
+    if version.rolled_back_at is None:
+        return []
+    at = f"{version.rolled_back_at:%Y-%m-%d %H:%M} UTC"
+    return [f"**It was taken back once, at {at}: {version.rollback_reason}**"]
+
+
+def _table(version: VersionRecord) -> str:
+    """One line a domain at the chosen K: acceptance and speed beside the champion and no speculation."""
+    if version.num_speculative_tokens is None:
+        return "No K was chosen."
+    acceptance, speed = version.acceptance_of(), version.speed_of()
+    rival_acceptance, rival_speed = version.acceptance_of("champion"), version.speed_of("champion")
+    lines = [
+        f"Served with K={version.num_speculative_tokens}, one request at a time or the fewest measured:",
+        "",
+        "| domain | acceptance length | champion's | tokens/s | champion's | no speculation |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for domain in sorted({*acceptance, *speed}):
+        lines.append(
+            f"| {domain} | {_acceptance(acceptance.get(domain))} | {_acceptance(rival_acceptance.get(domain))} "
+            f"| {_speed(speed.get(domain))} | {_speed(rival_speed.get(domain))} | {_plain(speed.get(domain))} |"
+        )
+    if not rival_acceptance and version.champion is not None:
+        lines += ["", "It was not measured beside a champion; figures of another evaluation do not compare."]
+    return "\n".join(lines)
+
+
+def _acceptance(one: MeasuredAcceptance | None) -> str:
+    return "" if one is None else f"{one.acceptance_length:.2f} ({one.lower:.2f} to {one.upper:.2f})"
+
+
+def _speed(one: MeasuredSpeed | None) -> str:
+    return "" if one is None else f"{one.output_tokens_per_second:.1f}"
+
+
+def _plain(one: MeasuredSpeed | None) -> str:
+    return "" if one is None or one.without_drafter is None else f"{one.without_drafter:.1f}"
+
+
+def _what_follows(version: VersionRecord, deployment: DeploySettings | None) -> str:
+    if deployment is None:
+        return "The approval is recorded and nothing is deployed; `deploy-endpoint` may follow at any time."
+    rollout = deployment.rollout
+    k = deployment.chosen_num_speculative_tokens or version.num_speculative_tokens
+    moves = {
+        "canary": f"{rollout.percent} % of the traffic first, the rest after {rollout.wait_s} s without an alarm",
+        "linear": f"in steps of {rollout.percent} %, {rollout.wait_s} s apart, as long as no alarm goes off",
+        "all_at_once": f"all traffic at once, watched for {rollout.wait_s} s",
+    }[rollout.kind]
+    machine = deployment.instance_type or "the catalogue's instance type"
+    count = f"{deployment.instance_count} x " if deployment.instance_count else ""
+    return "\n".join(
+        [
+            f"- endpoint `{deployment.endpoint_name}`, model `{deployment.model}`, on {count}{machine}",
+            f"- K={k}, drafted in parallel",
+            f"- where the endpoint serves already: {moves}",
+            "- once it has taken all traffic, this version becomes `champion`",
+        ]
+    )
+
+
+def _links(version: VersionRecord) -> str:
+    registry = Places().version_link(version.version)
+    links = [f"[Report]({version.report})"] if version.report else ["No report is on this machine."]
+    if registry:
+        links.append(f"[Version {version.version} in the registry]({registry})")
+    return " · ".join(links)
