@@ -18,11 +18,30 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
+class RedactionSettings(Settings):
+    """Personal data that is taken out of every turn before anything is written."""
+
+    kinds: tuple[Literal["email", "phone", "card", "ip_address"], ...] = Field(
+        default=("email", "phone", "card"),
+        description="What is replaced by a word in brackets. What has no fixed form, such as a name, is not found.",
+    )
+    phone_regions: tuple[Annotated[str, Field(pattern=r"^[A-Z]{2}$")], ...] = Field(
+        default=("US",),
+        description="Countries (ISO 3166) whose phone numbers are found without a country code too.",
+    )
+    custom: tuple[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")], ...] = Field(
+        default=(),
+        description="Functions of your own (package.module:function, text to text); each must also be named in "
+        "the environment variable FLEDGE_CUSTOM_REDACTORS where `prepare` runs.",
+    )
+
+
 class SourceSettings(Settings):
     """One place that conversations come from."""
 
     uri: str = Field(
-        description="Local path or fsspec URI (s3://...) of a .jsonl, .json or .parquet file, or a folder of them."
+        description="Local path or fsspec URI (s3://...) of a .jsonl, .json or .parquet file, or a folder of them: "
+        "OpenAI messages, ShareGPT, or what a SageMaker endpoint captured."
     )
     domain: str = Field(
         default="default",
@@ -32,6 +51,11 @@ class SourceSettings(Settings):
     use: Literal["split", "train", "evaluation"] = Field(
         default="split",
         description="`split` holds a share out for evaluation; `train` and `evaluation` use all of it for one side.",
+    )
+    redaction: RedactionSettings | None = Field(
+        default=None,
+        description="Personal data to take out. None: e-mail addresses, phone and card numbers of captured "
+        "traffic, nothing of other files.",
     )
 
 

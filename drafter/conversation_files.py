@@ -1,4 +1,6 @@
-"""Conversation files of several shapes, read into one: OpenAI `messages`, ShareGPT; JSON, JSON lines, Parquet.
+"""Conversation files of several shapes, read into one: OpenAI `messages`, ShareGPT, SageMaker's data capture.
+
+They may be JSON, JSON lines or Parquet.
 
 Reading judges only what concerns the file. Whether a conversation makes sense is `drafter.profile`'s matter,
 so a record that cannot be read is handed on with its problem in words and the place where it stands.
@@ -15,13 +17,14 @@ from typing import Any
 
 import fsspec
 
+from drafter.captures import is_capture, open_capture
 from drafter.errors import DataError
 from drafter.files import digest_of
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-_SHAPE = 'an object with "messages" (role, content) or ShareGPT "conversations" (from, value)'
+_SHAPE = 'an object with "messages" (role, content), ShareGPT "conversations" (from, value) or SageMaker\'s "captureData"'
 
 
 @dataclass(frozen=True)
@@ -33,12 +36,16 @@ class RawConversation:
         turns: (role, content) pairs; roles of ShareGPT are translated, unknown ones left as they are.
         explicit_id: the file's own id, if it has one.
         problem: why the record could not be read, or None.
+        is_captured: an endpoint's data capture wrote it.
+        left_out: why a captured request is no conversation to learn from, or None.
     """
 
     source: str
     turns: tuple[tuple[str, str], ...] = ()
     explicit_id: str | None = None
     problem: str | None = None
+    is_captured: bool = False
+    left_out: str | None = None
 
 
 def list_files(uri: str) -> list[str]:
@@ -172,27 +179,44 @@ def _read_parquet(uri: str) -> Iterator[tuple[str, Any]]:
 
 
 def _interpret(source: str, value: Any) -> RawConversation:
-    """Turn a decoded record into turns, whichever of the two shapes it has."""
+    """Turn a decoded record into turns, whichever of the shapes it has."""
     if not isinstance(value, dict):
         return RawConversation(source, problem=f"{type(value).__name__} instead of {_SHAPE}")
+    if is_capture(value):
+        return _interpret_capture(source, value)
     explicit_id = None if value.get("id") is None else str(value["id"])
     if isinstance(value.get("messages"), list):
-        keys, turns = ("role", "content"), value["messages"]
+        turns, problem = _read_turns(value["messages"], "role", "content")
     elif isinstance(value.get("conversations"), list):
-        keys, turns = ("from", "value"), value["conversations"]
+        turns, problem = _read_turns(value["conversations"], "from", "value")
     else:
-        return RawConversation(
-            source, explicit_id=explicit_id, problem=f"fields {sorted(value)} instead of {_SHAPE}"
-        )
+        turns, problem = (), f"fields {sorted(value)} instead of {_SHAPE}"
+    return RawConversation(source, turns, explicit_id, problem)
+
+
+def _interpret_capture(source: str, value: dict[str, Any]) -> RawConversation:
+    """An inference id is no id of a conversation: many requests make one, so it only tells where it came from."""
+    capture = open_capture(value)
+    turns, problem = _read_turns(list(capture.messages), "role", "content")
+    return RawConversation(
+        f"{source} ({capture.where})" if capture.where else source,
+        turns,
+        problem=capture.problem or problem,
+        is_captured=True,
+        left_out=capture.left_out,
+    )
+
+
+def _read_turns(turns: list[Any], speaker: str, text: str) -> tuple[tuple[tuple[str, str], ...], str | None]:
+    """(role, content) pairs up to the first turn that is none, and what is wrong with that one."""
     read: list[tuple[str, str]] = []
     for number, turn in enumerate(turns, start=1):
-        role = turn.get(keys[0]) if isinstance(turn, dict) else None
-        content = _text_of(turn.get(keys[1])) if isinstance(turn, dict) else None
+        role = turn.get(speaker) if isinstance(turn, dict) else None
+        content = _text_of(turn.get(text)) if isinstance(turn, dict) else None
         if not isinstance(role, str) or content is None:
-            problem = f'turn {number} is not text with "{keys[0]}" and "{keys[1]}"'
-            return RawConversation(source, tuple(read), explicit_id, problem)
-        read.append((_SHAREGPT_ROLES.get(role, role) if keys[0] == "from" else role, content))
-    return RawConversation(source, tuple(read), explicit_id)
+            return tuple(read), f'turn {number} is not text with "{speaker}" and "{text}"'
+        read.append((_SHAREGPT_ROLES.get(role, role) if speaker == "from" else role, content))
+    return tuple(read), None
 
 
 def _text_of(content: Any) -> str | None:

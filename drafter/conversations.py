@@ -16,7 +16,8 @@ from pydantic import ValidationError
 
 from drafter.chat_template import ChatTemplate, load_chat_template
 from drafter.config import PrepareSettings, SourceSettings
-from drafter.conversation_files import RawConversation, files_digest, list_files, read_file
+from drafter.conversation_files import RawConversation, files_digest, list_files
+from drafter.conversation_sources import read_source
 from drafter.errors import DataError
 from drafter.files import atomic_path, digest_of, write_text_atomically
 from drafter.profile import (
@@ -116,7 +117,7 @@ def _read_all(settings: PrepareSettings, files: list[tuple[SourceSettings, list[
     with track(0, "reading conversations", "conversations") as progress:
         for source, uris in ordered:
             contents_by_explicit_id: dict[str, str] = {}
-            for raw in (raw for uri in uris for raw in read_file(uri)):
+            for raw in read_source(source, uris):
                 raw = _refuse_reused_id(raw, contents_by_explicit_id)
                 one = _examine(raw, source, template, window, settings.on_problem)
                 if one.conversation is not None:

@@ -291,7 +291,7 @@ def test_same_inputs_are_not_read_again_and_changed_ones_are(
     path = write_lines(tmp_path / "a.jsonl", [openai("q", "a")])
     first = prepared(path)
     with monkeypatch.context() as patch:
-        patch.setattr("drafter.conversations.read_file", lambda uri: pytest.fail("read again"))
+        patch.setattr("drafter.conversations.read_source", lambda source, uris: pytest.fail("read again"))
         assert prepared(path) == first
     write_lines(path, [openai("q", "a"), openai("r", "a")])
     assert prepared(path).num_train == 2
