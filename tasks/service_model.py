@@ -17,7 +17,12 @@ from typing import Any
 import botocore.session
 import regex  # AWS's patterns use \p{L}, which re does not know
 
-_NUMBERS = {"integer": int, "long": int, "float": (int, float), "double": (int, float)}
+_NUMBERS: dict[str, tuple[type, ...]] = {
+    "integer": (int,),
+    "long": (int,),
+    "float": (int, float),
+    "double": (int, float),
+}
 _LENGTHS = frozenset({"string", "list", "map", "blob"})
 
 
