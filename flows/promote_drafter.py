@@ -29,8 +29,9 @@ from tasks.approval_page import approval_text
 from tasks.endpoint_settings import EndpointRecord
 from tasks.logs import flow_logger, quiet_user_errors
 from tasks.promote_settings import PromoteSettings
-from tasks.promotion import Approval, PromotionError, read_version, record_approval
+from tasks.promotion import PromotionError, read_version, record_approval
 from tasks.settings import Places
+from tasks.version_record import Approval
 
 
 class PromotionRecord(Record):

@@ -36,15 +36,9 @@ from pydantic import Field, create_model
 from drafter.records import Record
 from tasks.logs import flow_logger
 from tasks.promote_settings import ApprovalAnswer, PromoteSettings
-from tasks.promotion import (
-    Approval,
-    PromotionError,
-    VersionRecord,
-    read_version,
-    record_approval,
-    require_gate_passed,
-)
+from tasks.promotion import PromotionError, read_version, record_approval, require_gate_passed
 from tasks.settings import Places
+from tasks.version_record import Approval, VersionRecord
 
 PROMOTE_FLOW = "promote-drafter"
 EXPIRE_DEPLOYMENT = "expire-approval/expire-approval"
@@ -118,7 +112,7 @@ def approval_form(approvers: tuple[str, ...]) -> type[RunInput]:
     """`ApprovalAnswer` as a form. Prefect refuses a name that is not listed; the run goes on waiting."""
     fields: dict[str, Any] = {}
     for name, field in ApprovalAnswer.model_fields.items():
-        extra = {"enum": list(approvers)} if name == "approver" else None
+        extra: dict[str, Any] | None = {"enum": list(approvers)} if name == "approver" else None
         shown = Field(title=name.capitalize(), description=field.description, json_schema_extra=extra)
         shown.metadata = [*field.metadata]
         fields[name] = (field.annotation, shown)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import datetime
 
 from tasks.endpoint_settings import DeploySettings
-from tasks.promotion import MeasuredAcceptance, MeasuredSpeed, VersionRecord
 from tasks.settings import Places
+from tasks.version_record import MeasuredAcceptance, MeasuredSpeed, VersionRecord
 
 
 def approval_text(version: VersionRecord, deployment: DeploySettings | None, expires_at: datetime) -> str:

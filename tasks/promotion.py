@@ -7,145 +7,46 @@ alias last, so that a process killed in between leaves something that the next o
 
 from __future__ import annotations
 
-import re
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
-from pydantic import Field
 
 from drafter.errors import FledgeError
-from drafter.records import Record
-from tasks.find_drafters import DIGEST_TAG, TARGET_TAG, Alias, version_of_alias
+from tasks.find_drafters import Alias, version_of_alias
 from tasks.logs import flow_logger
 from tasks.register_drafter import MAX_TAG_LENGTH, one_registration_at_a_time
 from tasks.settings import Places
 from tasks.track_runs import connect
+from tasks.version_record import (
+    APPROVAL_REASON_TAG,
+    APPROVAL_RUN_TAG,
+    APPROVAL_TAG,
+    APPROVED_AT_TAG,
+    APPROVER_TAG,
+    CHAMPION_AT_APPROVAL_TAG,
+    CONFIG_TAG,
+    DEPLOYED_AT_TAG,
+    ENDPOINT_TAG,
+    PREVIOUS_CHAMPION_TAG,
+    PREVIOUS_CONFIG_TAG,
+    RESTORED_AT_TAG,
+    RETRAIN_ASKED_AT_TAG,
+    ROLLBACK_REASON_TAG,
+    ROLLED_BACK_AT_TAG,
+    Approval,
+    VersionRecord,
+    version_record,
+)
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
 
-ApprovalOutcome = Literal["approved", "rejected", "expired"]
-
-APPROVAL_TAG = "fledge.approval"
-APPROVER_TAG = "fledge.approver"
-APPROVAL_REASON_TAG = "fledge.approval_reason"
-APPROVED_AT_TAG = "fledge.approved_at"
-APPROVAL_RUN_TAG = "fledge.approval_flow_run"
-PREVIOUS_CHAMPION_TAG = "fledge.previous_champion"
-ENDPOINT_TAG = "fledge.endpoint"
-CONFIG_TAG = "fledge.endpoint_config"
-PREVIOUS_CONFIG_TAG = "fledge.previous_endpoint_config"
-DEPLOYED_AT_TAG = "fledge.deployed_at"
-ROLLED_BACK_AT_TAG = "fledge.rolled_back_at"
-ROLLBACK_REASON_TAG = "fledge.rollback_reason"
-
-_ACCEPTANCE_TAG = re.compile(r"fledge\.(champion_)?acceptance_length\.k(\d+)\.(.+)")
-_ACCEPTANCE = re.compile(r"([\d.]+) \[([\d.]+), ([\d.]+)\]")
-_SPEED_TAG = re.compile(r"fledge\.(champion_)?output_tokens_per_second\.k(\d+)\.c(\d+)\.(.+)")
-_SPEED = re.compile(r"([\d.]+)(?: \(no speculation ([\d.]+)\))?")
-
 
 class PromotionError(FledgeError):
     """A version, an approval or an approver with which nothing may be put into production."""
-
-
-class MeasuredAcceptance(Record):
-    """Acceptance length on one domain at one K, as the version's evaluation measured it."""
-
-    drafter: Literal["challenger", "champion"] = Field(
-        description="The version itself, or the champion that it was measured beside."
-    )
-    num_speculative_tokens: int
-    domain: str
-    acceptance_length: float
-    lower: float
-    upper: float
-
-
-class MeasuredSpeed(Record):
-    """Output tokens/s of the server on one domain at one K and concurrency."""
-
-    drafter: Literal["challenger", "champion"]
-    num_speculative_tokens: int
-    concurrency: int
-    domain: str
-    output_tokens_per_second: float
-    without_drafter: float | None = Field(description="The same requests without speculation.")
-
-
-class Approval(Record):
-    """Who decided what, when, why, and in which flow run."""
-
-    outcome: ApprovalOutcome
-    approver: str
-    reason: str
-    at: datetime
-    flow_run: str
-    previous_champion: str | None = Field(description="Champion at that time; None: there was none.")
-
-
-class VersionRecord(Record):
-    """A registered version, as its tags and the aliases say."""
-
-    name: str
-    version: str
-    aliases: tuple[str, ...]
-    decision: str = Field(description="The gate's: approve, reject, not_enough_evidence; or `unknown`.")
-    reasons: tuple[str, ...] = Field(description="The gate's, failures first.")
-    num_speculative_tokens: int | None = Field(description="K that measured best; None: none did.")
-    acceptance: tuple[MeasuredAcceptance, ...]
-    speed: tuple[MeasuredSpeed, ...]
-    drafter_digest: str
-    evaluation_digest: str
-    dataset_digest: str
-    target_fingerprint: str
-    report: str | None = Field(description="Address of the report's page.")
-    champion: str | None = Field(description="Version that is champion now; None: there is none.")
-    approval: Approval | None
-    previous_champion: str | None = Field(
-        description="Champion that this version replaced; goes back to it on a rollback."
-    )
-    endpoint: str | None
-    endpoint_config: str | None = Field(description="Config that brought this version into production.")
-    previous_endpoint_config: str | None = Field(description="Config that ran before that one.")
-    deployed_at: datetime | None
-    rolled_back_at: datetime | None
-    rollback_reason: str | None
-
-    @property
-    def uri(self) -> str:
-        return f"models:/{self.name}/{self.version}"
-
-    @property
-    def served_name(self) -> str:
-        """First served model name of a fleet that runs this version; its answers carry it."""
-        return f"{self.name}-v{self.version}"
-
-    def acceptance_of(
-        self, drafter: Literal["challenger", "champion"] = "challenger", k: int | None = None
-    ) -> dict[str, MeasuredAcceptance]:
-        """Domain -> acceptance length at K; None takes the K that measured best."""
-        k = k or self.num_speculative_tokens
-        return {
-            one.domain: one
-            for one in self.acceptance
-            if one.drafter == drafter and one.num_speculative_tokens == k
-        }
-
-    def speed_of(
-        self, drafter: Literal["challenger", "champion"] = "challenger", k: int | None = None
-    ) -> dict[str, MeasuredSpeed]:
-        """Domain -> speed at K and at the lowest concurrency that was measured."""
-        k = k or self.num_speculative_tokens
-        slowest_last = sorted(self.speed, key=lambda one: one.concurrency, reverse=True)
-        return {
-            one.domain: one
-            for one in slowest_last
-            if one.drafter == drafter and one.num_speculative_tokens == k
-        }
 
 
 def read_version(version: str) -> VersionRecord:
@@ -235,7 +136,7 @@ def record_approval(version: str, approval: Approval) -> VersionRecord:
                 APPROVAL_REASON_TAG: approval.reason,
                 APPROVED_AT_TAG: _text(approval.at),
                 APPROVAL_RUN_TAG: approval.flow_run,
-                "fledge.champion_at_approval": approval.previous_champion or "",
+                CHAMPION_AT_APPROVAL_TAG: approval.previous_champion or "",
                 APPROVAL_TAG: approval.outcome,
             },
         )
@@ -293,9 +194,22 @@ def restore_champion(version: str, reason: str) -> VersionRecord | None:
             if record.previous_champion is None:
                 client.delete_registered_model_alias(record.name, "champion")
             else:
-                client.set_registered_model_alias(record.name, "champion", record.previous_champion)
+                restored = _record(client, places, _find(client, places, record.previous_champion))
+                _tag(client, restored, {RESTORED_AT_TAG: _text(datetime.now(UTC))})
+                client.set_registered_model_alias(record.name, "champion", restored.version)
         _remove_alias(client, places, "challenger", record.version)
     return champion()
+
+
+@task(
+    name="record-retrain-asked", cache_policy=NO_CACHE, retries=3, retry_delay_seconds=5, timeout_seconds=300
+)
+def record_retrain_asked(version: str) -> None:
+    """Remember when the monitor asked for a successor of this version: its cool-down counts from there."""
+    places = Places()
+    client = connect(places)
+    record = _record(client, places, _find(client, places, version))
+    _tag(client, record, {RETRAIN_ASKED_AT_TAG: _text(datetime.now(UTC))})
 
 
 def _find(client: MlflowClient, places: Places, version: str) -> ModelVersion:
@@ -331,96 +245,8 @@ def _known(client: MlflowClient, name: str) -> str:
 
 
 def _record(client: MlflowClient, places: Places, version: ModelVersion) -> VersionRecord:
-    tags = version.tags
     current = version_of_alias(client, places, "champion")
-    return VersionRecord(
-        name=version.name,
-        version=str(version.version),
-        aliases=tuple(sorted(version.aliases)),
-        decision=tags.get("fledge.decision", "unknown"),
-        reasons=tuple(filter(None, tags.get("fledge.reasons", "").split("\n"))),
-        num_speculative_tokens=int(tags.get("fledge.num_speculative_tokens") or 0) or None,
-        acceptance=_acceptance(tags),
-        speed=_speed(tags),
-        drafter_digest=tags.get(DIGEST_TAG, ""),
-        evaluation_digest=tags.get("fledge.evaluation_digest", ""),
-        dataset_digest=tags.get("fledge.dataset_digest", ""),
-        target_fingerprint=tags.get(TARGET_TAG, ""),
-        report=_report(places, tags),
-        champion=str(current.version) if current else None,
-        approval=_approval(tags),
-        previous_champion=tags.get(PREVIOUS_CHAMPION_TAG) or None,
-        endpoint=tags.get(ENDPOINT_TAG),
-        endpoint_config=tags.get(CONFIG_TAG),
-        previous_endpoint_config=tags.get(PREVIOUS_CONFIG_TAG) or None,
-        deployed_at=_instant(tags, DEPLOYED_AT_TAG),
-        rolled_back_at=_instant(tags, ROLLED_BACK_AT_TAG),
-        rollback_reason=tags.get(ROLLBACK_REASON_TAG),
-    )
-
-
-def _acceptance(tags: dict[str, str]) -> tuple[MeasuredAcceptance, ...]:
-    found = []
-    for name, value in sorted(tags.items()):
-        key, values = _ACCEPTANCE_TAG.fullmatch(name), _ACCEPTANCE.fullmatch(value)
-        if key and values:
-            mean, lower, upper = map(float, values.groups())
-            found.append(
-                MeasuredAcceptance(
-                    drafter="champion" if key[1] else "challenger",
-                    num_speculative_tokens=int(key[2]),
-                    domain=key[3],
-                    acceptance_length=mean,
-                    lower=lower,
-                    upper=upper,
-                )
-            )
-    return tuple(found)
-
-
-def _speed(tags: dict[str, str]) -> tuple[MeasuredSpeed, ...]:
-    found = []
-    for name, value in sorted(tags.items()):
-        key, values = _SPEED_TAG.fullmatch(name), _SPEED.fullmatch(value)
-        if key and values:
-            found.append(
-                MeasuredSpeed(
-                    drafter="champion" if key[1] else "challenger",
-                    num_speculative_tokens=int(key[2]),
-                    concurrency=int(key[3]),
-                    domain=key[4],
-                    output_tokens_per_second=float(values[1]),
-                    without_drafter=float(values[2]) if values[2] else None,
-                )
-            )
-    return tuple(found)
-
-
-def _report(places: Places, tags: dict[str, str]) -> str | None:
-    from pathlib import Path
-
-    page = tags.get("fledge.report")
-    return places.link(Path(page)) if page and Path(page).is_file() else None
-
-
-def _approval(tags: dict[str, str]) -> Approval | None:
-    outcome, at = tags.get(APPROVAL_TAG), _instant(tags, APPROVED_AT_TAG)
-    if outcome is None or at is None:
-        return None
-    return Approval.model_validate(
-        {
-            "outcome": outcome,
-            "approver": tags.get(APPROVER_TAG, ""),
-            "reason": tags.get(APPROVAL_REASON_TAG, ""),
-            "at": at,
-            "flow_run": tags.get(APPROVAL_RUN_TAG, ""),
-            "previous_champion": tags.get("fledge.champion_at_approval") or None,
-        }
-    )
-
-
-def _instant(tags: dict[str, str], name: str) -> datetime | None:
-    return datetime.fromisoformat(tags[name]) if tags.get(name) else None
+    return version_record(version, str(current.version) if current else None, places)
 
 
 def _text(at: datetime) -> str:

@@ -156,6 +156,7 @@ def _tags(candidate: Candidate) -> dict[str, str]:
         "fledge.reasons": "\n".join(decision.reasons),
         "fledge.num_speculative_tokens": decision.num_speculative_tokens or "",
     }
+    tags["fledge.train_domains"] = ",".join(evaluation.train_domains)
     tags["fledge.report"] = Path(evaluation.path).resolve() / "report.html"
     tags |= _measured_acceptance(evaluation) | _measured_speed(evaluation)
     return {name: str(value)[:MAX_TAG_LENGTH] for name, value in tags.items()}
