@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,16 @@ _UNKNOWN_KEYS = {
     "AuthFailure",
 }
 _DENIED = {"AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "AllAccessDisabled", "403"}
-_THROTTLED = {"Throttling", "ThrottlingException", "TooManyRequestsException", "RequestLimitExceeded", "SlowDown"}
+_THROTTLED = {
+    "Throttling",
+    "ThrottlingException",
+    "TooManyRequestsException",
+    "RequestLimitExceeded",
+    "SlowDown",
+}
+_REFUSAL_IN_WORDS = re.compile(
+    r"error occurred \((\w+)\) when calling the (\w+) operation[^:]*: (.*)", re.DOTALL
+)
 _NOT_AUTHORIZED = re.compile(r"not authorized to perform:? ?([\w-]+:\w+)")
 
 
@@ -52,7 +61,9 @@ class AwsError(FledgeError):
     @property
     def is_not_found(self) -> bool:
         """SageMaker has no code of its own for what does not exist."""
-        return self.code in ("ResourceNotFound", "NoSuchKey", "404") or self.message.startswith("Could not find")
+        return self.code in ("ResourceNotFound", "NoSuchKey", "404") or self.message.startswith(
+            "Could not find"
+        )
 
     @property
     def is_existing(self) -> bool:
@@ -130,12 +141,19 @@ def explained() -> Iterator[None]:
     Raises:
         AwsError: instead of anything that botocore raises.
     """
+    from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
         yield
     except ClientError as error:
         raise explain_refusal(error.response, error.operation_name) from None
+    except Boto3Error as error:  # an upload tells only in words what S3 answered
+        found = _REFUSAL_IN_WORDS.search(str(error))
+        if found is None:
+            raise _explain_failure(error) from None
+        code, operation, message = found.groups()
+        raise explain_refusal({"Error": {"Code": code, "Message": message}}, operation) from None
     except BotoCoreError as error:
         raise _explain_failure(error) from None
 
@@ -182,7 +200,9 @@ def explain_refusal(response: dict[str, Any], operation: str) -> AwsError:
             "(`fledge status`, `fledge delete`), or choose another instance type",
         )
     if code in ("ValidationException", "ValidationError", "InvalidParameterValue"):
-        return problem("a request that SageMaker accepts", "change what the message names, and run this again")
+        return problem(
+            "a request that SageMaker accepts", "change what the message names, and run this again"
+        )
     return problem("an answer", "see AWS's documentation of this error code; running this again continues")
 
 
@@ -197,9 +217,17 @@ def _explain_failure(error: Exception) -> AwsError:
         )
     if kind == "ParamValidationError":
         return AwsError(
-            words, "a request that botocore accepts", "change the setting that the message names", "ParamValidation"
+            words,
+            "a request that botocore accepts",
+            "change the setting that the message names",
+            "ParamValidation",
         )
-    if kind in ("EndpointConnectionError", "ConnectionClosedError", "ConnectTimeoutError", "ProxyConnectionError"):
+    if kind in (
+        "EndpointConnectionError",
+        "ConnectionClosedError",
+        "ConnectTimeoutError",
+        "ProxyConnectionError",
+    ):
         return AwsError(
             f"no connection: {words}",
             "a server at that address",
@@ -235,18 +263,12 @@ def policy_granting(action: str, folder: Path = POLICIES) -> Path | None:
     return None
 
 
-@cache
-def _regions(session_class: Any) -> frozenset[str]:
-    session = session_class()
-    return frozenset(
-        region
-        for partition in session.get_available_partitions()
-        for region in session.get_available_regions("sagemaker", partition_name=partition)
-    )
-
-
 def _require_region(session: Any, region: str) -> None:
-    known = _regions(type(session))
+    known = {
+        name
+        for partition in session.get_available_partitions()
+        for name in session.get_available_regions("sagemaker", partition_name=partition)
+    }
     if region not in known:
         near = sorted(name for name in known if name.split("-")[0] == region.split("-")[0]) or sorted(known)
         raise AwsError(

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -55,7 +54,9 @@ class AlarmSettings(Settings):
     """What takes an update back by itself. Each alarm watches the new fleet alone."""
 
     max_5xx_errors: int | None = Field(
-        default=0, ge=0, description="Answers with a 5xx status per period that are still fine; None: unwatched."
+        default=0,
+        ge=0,
+        description="Answers with a 5xx status per period that are still fine; None: unwatched.",
     )
     max_model_errors: int | None = Field(
         default=0,
@@ -75,7 +76,7 @@ class AlarmSettings(Settings):
         default=None, ge=1, description="Floor of the acceptance length; None: a share of the evaluation's."
     )
     min_share_of_evaluation: float = Field(
-        default=0.8, gt=0, le=1, description="That share, of the version's own measured acceptance length."
+        default=0.7, gt=0, le=1, description="That share, of the version's own measured acceptance length."
     )
     period_s: Literal[10, 30, 60] = Field(
         default=60, description="Seconds over which a value is taken; below 60 it is a high-resolution alarm."
@@ -130,7 +131,9 @@ class ProbeSettings(Settings):
     )
     max_tokens: int = Field(default=48, ge=1, description="Tokens of one answer.")
     interval_s: float = Field(default=1.0, gt=0, description="Seconds between two probes during an update.")
-    timeout_s: float = Field(default=60.0, gt=0, le=60, description="Limit of one answer; SageMaker's own is 60.")
+    timeout_s: float = Field(
+        default=60.0, gt=0, le=60, description="Limit of one answer; SageMaker's own is 60."
+    )
     num_smoke: int = Field(default=4, ge=1, description="Chats that judge the new fleet after the shift.")
 
 
@@ -138,7 +141,8 @@ class DeploySettings(Settings):
     """Deploy a registered drafter version with its target behind an endpoint, or move an endpoint to it."""
 
     version: str = Field(
-        default="challenger", description="Registered version: a number, or the alias `challenger` or `champion`."
+        default="challenger",
+        description="Registered version: a number, or the alias `challenger` or `champion`.",
     )
     endpoint_name: str = Field(
         default="fledge", pattern=ENDPOINT_NAME, description="Endpoint to create or to update."
@@ -166,7 +170,9 @@ class DeploySettings(Settings):
     )
     rollout: RolloutSettings = Field(default_factory=RolloutSettings, description="How traffic moves.")
     alarms: AlarmSettings = Field(default_factory=AlarmSettings, description="What takes an update back.")
-    autoscaling: AutoscalingSettings | None = Field(default=None, description="None: a fixed number of instances.")
+    autoscaling: AutoscalingSettings | None = Field(
+        default=None, description="None: a fixed number of instances."
+    )
     capture: CaptureSettings | None = Field(default=None, description="None: nothing is captured.")
     probe: ProbeSettings = Field(default_factory=ProbeSettings, description="Chats that measure the fleets.")
     model_download_timeout_s: int | None = Field(
@@ -233,6 +239,8 @@ class EndpointRecord(Record):
     instance_count: int | None = None
     created_at: str | None = None
     failure_reason: str | None = None
+    pending_config_name: str | None = Field(default=None, description="Where an update leads.")
+    progress: str | None = Field(default=None, description="What SageMaker is doing, in its words.")
     usd_per_hour: float | None = Field(default=None, description="Of all instances; None: no price is known.")
     latency_ms: float | None = Field(default=None, description="Mean of the smoke chats.")
     acceptance_length: float | None = Field(default=None, description="Mean of the smoke chats.")
@@ -243,18 +251,12 @@ class EndpointError(FledgeError):
 
 
 class EndpointRolledBack(EndpointError):
-    """The endpoint is back on what it ran before; `given` says why."""
+    """SageMaker took the update back; `given` says why, and what the endpoint runs."""
 
 
-def dataset_prompts(path: Path, count: int = 8) -> tuple[str, ...]:
-    """First user turns of held-out conversations; empty when the file is not on this machine."""
-    import json
+class DrafterUnfit(EndpointError):
+    """The new fleet serves, but not well enough to stay."""
 
-    if not path.is_file():
-        return ()
-    with open(path, encoding="utf-8") as lines:
-        conversations = [json.loads(line) for _, line in zip(range(count), lines, strict=False)]
-    return tuple(
-        next(turn["content"] for turn in conversation["messages"] if turn["role"] == "user")
-        for conversation in conversations
-    )
+
+class NoCapacity(EndpointError):
+    """AWS has no instance of this type at the moment."""

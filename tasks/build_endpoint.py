@@ -1,0 +1,468 @@
+"""From a registered version, a catalogue entry and settings to the requests that make an endpoint. Pure.
+
+Names carry a digest of the whole request, so the same deployment finds what it has made before, and
+another one never meets it. Every request is held against botocore's own model before anything is created.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from drafter.files import digest_of
+from drafter.provenance import Provenance
+from drafter.records import Record
+from tasks.catalogue import CatalogueEntry
+from tasks.endpoint_settings import MAX_ALARMS, AlarmSettings, DeploySettings, EndpointError, RolloutSettings
+from tasks.service_model import problems, validation_message
+from tasks.version_record import VersionRecord
+
+VARIANT = "AllTraffic"  # must not change between configs of one endpoint
+CHANNEL = "eagle"
+CHANNEL_PATH = f"/opt/ml/additional-model-data-sources/{CHANNEL}"
+METRICS = "Fledge"  # CloudWatch namespace of what probes find out
+VERSION_TAG = "fledge.version"
+MODEL_TAG = "fledge.model"
+SERVED_NAME_TAG = "fledge.served_name"
+DIGEST_TAG = "fledge.drafter_digest"
+FLOW_RUN_TAG = "fledge.flow_run"
+MAX_ENVIRONMENT_ENTRIES = 100
+MAX_ENVIRONMENT_BYTES = 1024
+_OURS = frozenset({"SM_VLLM_SPECULATIVE_CONFIG", "SM_VLLM_SERVED_MODEL_NAME"})
+_IMAGES_WITHOUT_SM_VLLM = ("djl-inference", "-lmi", "tgi", "sglang", "tritonserver")
+
+
+class Sources(Record):
+    """Where an endpoint's parts are, resolved for one region."""
+
+    drafter_uri: str = Field(description="S3 prefix of the drafter, ending in /.")
+    target_uri: str | None = Field(
+        description="S3 prefix of the target; None: its hub id, from the internet."
+    )
+    bucket: str
+    role_arn: str
+
+
+class EndpointPlan(Record):
+    """The requests of one deployment on one instance type."""
+
+    endpoint_name: str
+    version: str
+    model: str = Field(description="Catalogue entry of the target.")
+    served_name: str
+    num_speculative_tokens: int
+    instance_type: str
+    model_name: str
+    config_name: str
+    create_model: dict[str, Any]
+    create_config: dict[str, Any]
+    create_endpoint: dict[str, Any]
+    update_endpoint: dict[str, Any]
+    alarms: tuple[dict[str, Any], ...] = Field(description="PutMetricAlarm requests.")
+    acceptance_floor: float | None = Field(description="Acceptance length below which it is taken back.")
+
+
+def choose_k(settings: DeploySettings, version: VersionRecord, entry: CatalogueEntry) -> int:
+    """K of this deployment: the settings', else what evaluation chose, else the catalogue's."""
+    given = settings.chosen_num_speculative_tokens
+    if given is not None:
+        return given
+    return version.num_speculative_tokens or entry.num_speculative_tokens
+
+
+def check_drafter(
+    provenance: Provenance,
+    config: Mapping[str, Any],
+    entry: CatalogueEntry,
+    k: int,
+    target_fingerprint: str | None,
+) -> None:
+    """Refuse a head that cannot work behind this target, or not with this K.
+
+    Args:
+        config: the drafter's config.json.
+        target_fingerprint: of the target that will be served; None: not known before it is there.
+
+    Raises:
+        EndpointError: K out of range, or a head that was trained for another target.
+    """
+    depth = provenance.settings.get("num_depths")
+    if k < 1 or (depth is not None and k > depth):
+        raise EndpointError(
+            f"num_speculative_tokens is {k}",
+            f"1 to {depth}, the depth that the drafter was trained to" if depth else "at least 1",
+            "choose a K in that range, or leave it out: then it is what evaluation measured as best",
+        )
+    differences = list(_differences(provenance, config, entry, target_fingerprint))
+    if differences:
+        raise EndpointError(
+            f"the drafter was trained for another target than {entry.title}: {'; '.join(differences)}",
+            "a drafter of the target that it is deployed with",
+            "choose the target's own entry of the catalogue (`fledge models`), or a drafter trained on this one",
+        )
+
+
+def _differences(
+    provenance: Provenance,
+    config: Mapping[str, Any],
+    entry: CatalogueEntry,
+    target_fingerprint: str | None,
+) -> Any:
+    trained_on = provenance.target_fingerprint
+    if target_fingerprint is not None and trained_on != target_fingerprint:
+        yield f"its target's fingerprint is {trained_on}, this one's is {target_fingerprint}"
+    hidden_size = config.get("target_hidden_size", config.get("hidden_size"))
+    for name, given, expected in (
+        ("hidden size", hidden_size, entry.hidden_size),
+        ("vocabulary", config.get("vocab_size"), entry.vocab_size),
+        ("auxiliary layers", provenance.auxiliary_layers, entry.auxiliary_layers),
+        ("mask token", provenance.mask_token_id, entry.mask_token_id),
+    ):
+        if given is not None and expected is not None and given != expected:
+            yield f"its {name} is {given}, the target's is {expected}"
+    deepest = max(provenance.auxiliary_layers)
+    if entry.num_layers is not None and deepest > entry.num_layers:
+        yield f"it reads layer {deepest} of a target that has {entry.num_layers}"
+
+
+def check_hardware(entry: CatalogueEntry, image: str, instance_types: tuple[str, ...]) -> None:
+    """Refuse what would serve, but without the drafter.
+
+    Raises:
+        EndpointError: an image that knows no SM_VLLM_*, or an instance type on which it may be another one.
+    """
+    if any(part in image for part in _IMAGES_WITHOUT_SM_VLLM):
+        raise EndpointError(
+            f"image {image} reads none of the SM_VLLM_* variables: it would serve without the drafter",
+            "AWS's vLLM image, or one that translates SM_VLLM_* as it does",
+            "leave `image` out to take the catalogue's",
+        )
+    for instance_type in instance_types:
+        if instance_type not in entry.instance_types:
+            raise EndpointError(
+                f"instance type {instance_type} for {entry.title}: its image there may be one that ignores "
+                "SM_VLLM_*, and speculation would be silently off",
+                f"one of {', '.join(entry.instance_types)}",
+                "choose one of these; if you know that vLLM's own image runs there, add the type to the entry's "
+                "instance_types in tasks/catalogue.yaml",
+            )
+
+
+def build_environment(
+    settings: DeploySettings, entry: CatalogueEntry, served_name: str, k: int, target_uri: str | None
+) -> dict[str, str]:
+    """The container's environment: the catalogue's, then the settings', then what speculation needs.
+
+    Raises:
+        EndpointError: over SageMaker's limits, or a variable that Fledge sets itself.
+    """
+    for name in settings.environment:
+        if name in _OURS:
+            raise EndpointError(
+                f"environment sets {name}",
+                "settings of yours; this variable follows from version, K and model",
+                "leave it out, and set num_speculative_tokens or model instead",
+            )
+    environment = {**entry.environment, **settings.environment}
+    if target_uri is None:
+        environment.setdefault("SM_VLLM_MODEL", entry.hugging_face_id or "")
+    environment |= {
+        "SM_VLLM_SPECULATIVE_CONFIG": json.dumps(
+            {
+                "model": CHANNEL_PATH,
+                "method": "eagle3",
+                "num_speculative_tokens": k,
+                "parallel_drafting": True,
+            }
+        ),
+        # Answers carry the first name, which tells fleets apart; clients may go on asking for the second.
+        "SM_VLLM_SERVED_MODEL_NAME": json.dumps([served_name, settings.model]),
+        "SM_VLLM_PER_REQUEST_SPEC_DECODE_METRICS": "summary",
+        # The process supervisor of some images loses the quotes of the JSON above.
+        "PROCESS_AUTO_RECOVERY": "false",
+    }
+    _check_environment(environment)
+    return environment
+
+
+def _check_environment(environment: Mapping[str, str]) -> None:
+    if len(environment) > MAX_ENVIRONMENT_ENTRIES:
+        raise EndpointError(
+            f"the container's environment has {len(environment)} entries",
+            f"at most {MAX_ENVIRONMENT_ENTRIES}, SageMaker's limit",
+            "leave some out of `environment`",
+        )
+    for name, value in environment.items():
+        for what, text in (("name", name), ("value", value)):
+            size = len(text.encode())
+            if size > MAX_ENVIRONMENT_BYTES:
+                raise EndpointError(
+                    f"the {what} of {name[:60]} in the container's environment has {size} bytes",
+                    f"at most {MAX_ENVIRONMENT_BYTES}, SageMaker's limit",
+                    "shorten it, or put long content into a file of the target's S3 prefix",
+                )
+
+
+def build_plan(
+    settings: DeploySettings,
+    entry: CatalogueEntry,
+    version: VersionRecord,
+    sources: Sources,
+    image: str,
+    instance_type: str,
+    acceptance_floor: float | None = None,
+    flow_run: str = "",
+) -> EndpointPlan:
+    """Every request of a deployment on one instance type.
+
+    Raises:
+        EndpointError: what botocore's model, SageMaker's limits or the catalogue do not allow.
+    """
+    k = choose_k(settings, version, entry)
+    tags = _tags(settings, version, flow_run)
+    model = _create_model(settings, entry, version, sources, image, k)
+    model_name = f"{settings.endpoint_name}-v{version.version}-{digest_of(model)[:8]}"
+    config = _create_config(settings, entry, sources, model_name, instance_type)
+    config_name = f"{settings.endpoint_name}-v{version.version}-{digest_of(config)[:8]}"
+    names = {"EndpointName": settings.endpoint_name, "EndpointConfigName": config_name}
+    alarms = build_alarms(settings.alarms, names, version.served_name, acceptance_floor)
+    plan = EndpointPlan(
+        endpoint_name=settings.endpoint_name,
+        version=version.version,
+        model=settings.model,
+        served_name=version.served_name,
+        num_speculative_tokens=k,
+        instance_type=instance_type,
+        model_name=model_name,
+        config_name=config_name,
+        create_model={"ModelName": model_name, **model, "Tags": tags},
+        create_config={"EndpointConfigName": config_name, **config, "Tags": tags},
+        create_endpoint={**names, "Tags": tags},
+        update_endpoint={
+            **names,
+            **_retained(settings),
+            "DeploymentConfig": build_deployment(settings.rollout, settings.alarms, alarms),
+        },
+        alarms=alarms,
+        acceptance_floor=acceptance_floor,
+    )
+    check_plan(plan)
+    return plan
+
+
+def _create_model(
+    settings: DeploySettings,
+    entry: CatalogueEntry,
+    version: VersionRecord,
+    sources: Sources,
+    image: str,
+    k: int,
+) -> dict[str, Any]:
+    if sources.target_uri is None and (entry.network_isolation or not entry.hugging_face_id):
+        raise EndpointError(
+            f"no files of {entry.title}", "an S3 prefix with the target's files", "give target_uri"
+        )
+    container: dict[str, Any] = {
+        "Image": image,
+        "AdditionalModelDataSources": [{"ChannelName": CHANNEL, **_s3_prefix(sources.drafter_uri)}],
+        "Environment": build_environment(settings, entry, version.served_name, k, sources.target_uri),
+    }
+    if sources.target_uri is not None:
+        container["ModelDataSource"] = _s3_prefix(sources.target_uri)
+    return {
+        "PrimaryContainer": container,
+        "ExecutionRoleArn": sources.role_arn,
+        "EnableNetworkIsolation": entry.network_isolation,
+    }
+
+
+def _s3_prefix(uri: str) -> dict[str, Any]:
+    """SageMaker asks for the slash at the end of a prefix."""
+    assert uri.startswith("s3://"), uri
+    assert uri.endswith("/"), uri
+    return {"S3DataSource": {"S3Uri": uri, "S3DataType": "S3Prefix", "CompressionType": "None"}}
+
+
+def _create_config(
+    settings: DeploySettings,
+    entry: CatalogueEntry,
+    sources: Sources,
+    model_name: str,
+    instance_type: str,
+) -> dict[str, Any]:
+    variant: dict[str, Any] = {
+        "VariantName": VARIANT,
+        "ModelName": model_name,
+        "InstanceType": instance_type,
+        "InitialInstanceCount": settings.instance_count or entry.instance_count,
+        "InitialVariantWeight": 1.0,
+        "ModelDataDownloadTimeoutInSeconds": settings.model_download_timeout_s
+        or entry.model_download_timeout_s,
+        "ContainerStartupHealthCheckTimeoutInSeconds": settings.startup_timeout_s or entry.startup_timeout_s,
+        "RoutingConfig": {"RoutingStrategy": "LEAST_OUTSTANDING_REQUESTS"},
+    }
+    if entry.ami_version is not None:
+        variant["InferenceAmiVersion"] = entry.ami_version
+    config: dict[str, Any] = {"ProductionVariants": [variant]}
+    if settings.alarms.period_s < 60:
+        # Without it, invocation metrics come once a minute and a faster alarm would see nothing.
+        config["MetricsConfig"] = {
+            "EnableEnhancedMetrics": True,
+            "MetricPublishFrequencyInSeconds": settings.alarms.period_s,
+        }
+    if settings.capture is not None:
+        config["DataCaptureConfig"] = {
+            "EnableCapture": True,
+            "InitialSamplingPercentage": settings.capture.percent,
+            "DestinationS3Uri": settings.capture.destination
+            or f"s3://{sources.bucket}/captures/{settings.endpoint_name}/",
+            "CaptureOptions": [{"CaptureMode": "Input"}, {"CaptureMode": "Output"}],
+            "CaptureContentTypeHeader": {"JsonContentTypes": ["application/json"]},
+        }
+    return config
+
+
+def _tags(settings: DeploySettings, version: VersionRecord, flow_run: str) -> list[dict[str, str]]:
+    tags = {
+        VERSION_TAG: version.version,
+        MODEL_TAG: settings.model,
+        SERVED_NAME_TAG: version.served_name,
+        DIGEST_TAG: version.drafter_digest,
+        FLOW_RUN_TAG: flow_run,
+    }
+    return [{"Key": key, "Value": value} for key, value in tags.items() if value]
+
+
+def _retained(settings: DeploySettings) -> dict[str, Any]:
+    """Under autoscaling the new fleet starts with as many instances as the old one has grown to."""
+    if settings.autoscaling is None:
+        return {}
+    return {
+        "RetainAllVariantProperties": True,
+        "ExcludeRetainedVariantProperties": [{"VariantPropertyType": "DataCaptureConfig"}],
+    }
+
+
+def build_deployment(
+    rollout: RolloutSettings, alarms: AlarmSettings, own: tuple[dict[str, Any], ...]
+) -> dict[str, Any]:
+    """How UpdateEndpoint moves the traffic, and which alarms move it back.
+
+    Raises:
+        EndpointError: more alarms than SageMaker takes, or waits that do not fit into the time limit.
+    """
+    steps = 100 // rollout.percent if rollout.kind == "linear" else 1
+    waiting_s = steps * rollout.wait_s + rollout.termination_wait_s
+    if waiting_s >= rollout.max_execution_s:
+        raise EndpointError(
+            f"the rollout waits {waiting_s} s in all, and is given up after {rollout.max_execution_s} s",
+            "a time limit above all waits, with room for the new fleet to start",
+            "lower wait_s or termination_wait_s, or raise max_execution_s",
+        )
+    routing: dict[str, Any] = {"Type": rollout.kind.upper(), "WaitIntervalInSeconds": rollout.wait_s}
+    size = {"Type": "CAPACITY_PERCENT", "Value": rollout.percent}
+    if rollout.kind == "canary":
+        routing["CanarySize"] = size
+    elif rollout.kind == "linear":
+        routing["LinearStepSize"] = size
+    names = [*(alarm["AlarmName"] for alarm in own), *alarms.own]
+    if len(names) > MAX_ALARMS:
+        raise EndpointError(
+            f"{len(names)} alarms", f"at most {MAX_ALARMS}, SageMaker's limit", "leave some of alarms.own out"
+        )
+    deployment: dict[str, Any] = {
+        "BlueGreenUpdatePolicy": {
+            "TrafficRoutingConfiguration": routing,
+            "TerminationWaitInSeconds": rollout.termination_wait_s,
+            "MaximumExecutionTimeoutInSeconds": rollout.max_execution_s,
+        }
+    }
+    if names:
+        deployment["AutoRollbackConfiguration"] = {"Alarms": [{"AlarmName": name} for name in names]}
+    return deployment
+
+
+def build_alarms(
+    alarms: AlarmSettings, names: Mapping[str, str], served_name: str, acceptance_floor: float | None
+) -> tuple[dict[str, Any], ...]:
+    """PutMetricAlarm requests that watch the new fleet alone: by config, or by the name that answers carry."""
+    fleet = {"EndpointName": names["EndpointName"], "VariantName": VARIANT}
+    fleet["EndpointConfigName"] = names["EndpointConfigName"]
+    drafter = {"EndpointName": names["EndpointName"], "DrafterVersion": served_name}
+    sagemaker, ours = "AWS/SageMaker", METRICS
+    above, below = "GreaterThanThreshold", "LessThanThreshold"
+    latency_us = alarms.max_latency_ms and alarms.max_latency_ms * 1000
+    wanted: list[tuple[str, str, str, dict[str, str], str, str, float | None, str]] = [
+        ("5xx", sagemaker, "Invocation5XXErrors", fleet, "Sum", above, alarms.max_5xx_errors, "5xx answers"),
+        ("model-errors", sagemaker, "InvocationModelErrors", fleet, "Sum", above, alarms.max_model_errors,
+         "failed calls of the container"),
+        ("latency", sagemaker, "ModelLatency", fleet, "Average", above, latency_us, "model latency (us)"),
+        ("slower", ours, "ProbeLatencyRatio", drafter, "Average", above, alarms.max_latency_ratio,
+         "latency over that of the fleet beside it"),
+        ("acceptance", ours, "AcceptanceLength", drafter, "Average", below, acceptance_floor,
+         "acceptance length"),
+    ]  # fmt: skip
+    return tuple(
+        {
+            "AlarmName": f"{names['EndpointConfigName']}-{suffix}",
+            "AlarmDescription": f"{said} of {served_name} on {names['EndpointName']}",
+            "Namespace": namespace,
+            "MetricName": metric,
+            "Dimensions": [{"Name": name, "Value": value} for name, value in dimensions.items()],
+            "Statistic": statistic,
+            "Period": alarms.period_s,
+            "EvaluationPeriods": alarms.evaluation_periods,
+            "DatapointsToAlarm": alarms.datapoints,
+            "Threshold": float(threshold),
+            "ComparisonOperator": comparison,
+            # No request has reached the fleet yet: no reason to take it back.
+            "TreatMissingData": "notBreaching",
+        }
+        for suffix, namespace, metric, dimensions, statistic, comparison, threshold, said in wanted
+        if threshold is not None
+    )
+
+
+def floor_of(
+    version: VersionRecord, k: int, alarms: AlarmSettings, domain: str | None, derive: bool
+) -> float | None:
+    """Acceptance length below which a version is taken back.
+
+    Args:
+        domain: that the probes' prompts are of; None: the one that it does best on.
+        derive: whether a share of its own evaluation says something about these prompts.
+    """
+    if alarms.min_acceptance_length is not None:
+        return alarms.min_acceptance_length
+    measured = version.acceptance_of(k=k)
+    if not derive or not measured:
+        return None
+    of = measured.get(domain or "")
+    best = of.acceptance_length if of else max(one.acceptance_length for one in measured.values())
+    return round(max(1.0, alarms.min_share_of_evaluation * best), 3)
+
+
+def check_plan(plan: EndpointPlan) -> None:
+    """Hold every request against botocore's model of the service.
+
+    Raises:
+        EndpointError: with the service's own words.
+    """
+    requests = [
+        ("sagemaker", "CreateModel", plan.create_model),
+        ("sagemaker", "CreateEndpointConfig", plan.create_config),
+        ("sagemaker", "CreateEndpoint", plan.create_endpoint),
+        ("sagemaker", "UpdateEndpoint", plan.update_endpoint),
+        *(("cloudwatch", "PutMetricAlarm", alarm) for alarm in plan.alarms),
+    ]
+    for service, operation, request in requests:
+        found = problems(service, operation, request)
+        if found:
+            raise EndpointError(
+                f"{operation}: {validation_message(found)}",
+                "a request that AWS accepts",
+                "correct the setting or the catalogue entry that this value comes from",
+            )
