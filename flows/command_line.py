@@ -15,12 +15,15 @@ from pydantic_settings import CliPositionalArg
 
 from drafter.command_line import Verb, run_verbs
 from drafter.config import Settings
+from flows.endpoint_commands import ENDPOINT_VERBS
+from tasks.local_environment import Ports
 from tasks.retrain_settings import RetrainSettings
 from tasks.settings import Places
 
 DESCRIPTION = """\
 Keep P-EAGLE drafters fresh: new conversations in; a drafter out that was measured inside vLLM, judged by a
-gate and registered in MLflow. What a run writes is below FLEDGE_HOME (.fledge), its registry included."""
+gate and registered in MLflow; once a person approves it, an endpoint runs it, on SageMaker or on this machine
+(fledge up). What a run writes is below FLEDGE_HOME (.fledge), its registry included."""
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 
@@ -46,6 +49,18 @@ class UpSettings(Settings):
     prefect_port: Port = Field(default=4200, description="Port of Prefect's server and pages.")
     mlflow_port: Port = Field(default=5000, description="Port of MLflow's pages.")
     pages_port: Port = Field(default=4280, description="Port under which reports are shown.")
+    sagemaker_port: Port = Field(default=4281, description="Port of SageMaker on this machine.")
+    aws_port: Port = Field(default=4282, description="Port of S3, CloudWatch and the like (moto's server).")
+
+    def ports(self) -> Ports:
+        """As the services take them."""
+        return Ports(
+            prefect=self.prefect_port,
+            mlflow=self.mlflow_port,
+            pages=self.pages_port,
+            aws=self.aws_port,
+            sagemaker=self.sagemaker_port,
+        )
 
 
 class DoctorSettings(Settings):
@@ -58,9 +73,9 @@ class DoctorSettings(Settings):
 
 def run_retrain(settings: RetrainSettings) -> Any:
     """Run the flow here; Prefect's and MLflow's files go below FLEDGE_HOME, beside the run's own."""
-    from tasks.local_environment import set_environment_defaults
+    from tasks.local_environment import set_environment_defaults, use_services
 
-    set_environment_defaults(Places())
+    set_environment_defaults(use_services(say=False))
     from flows.retrain_drafter import retrain_drafter
     from tasks.find_runs import find_run
 
@@ -115,20 +130,23 @@ def show_runs(records: Any) -> None:
 
 
 def run_up(settings: UpSettings) -> None:
-    from tasks.local_services import Ports, running_services
+    from tasks.local_environment import has_local_cloud
+    from tasks.local_services import running_services
 
-    ports = Ports(settings.prefect_port, settings.mlflow_port, settings.pages_port)
-    print("starting Prefect, MLflow and a worker ...", file=sys.stderr)
+    places, ports = Places(), settings.ports()
+    print("starting Prefect, MLflow, a worker, and SageMaker on this machine ...", file=sys.stderr)
     try:
-        with running_services(Places(), ports) as services:
+        with running_services(places, ports) as services:
             print(f"run form, runs, schedule   http://127.0.0.1:{ports.prefect}")
             print(f"registry and metrics       http://127.0.0.1:{ports.mlflow}")
             print(f"reports                    http://127.0.0.1:{ports.pages}")
-            print("Ctrl-C ends all of them.", flush=True)
+            if has_local_cloud(places):
+                print(f"endpoints                  fledge status, fledge chat (port {ports.sagemaker})")
+            print("Ctrl-C ends all of them, endpoints too; those come back at the next start.", flush=True)
             while True:
                 time.sleep(1)
                 for service in services:
-                    service.raise_if_ended()
+                    service.keep_running()
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
 
@@ -136,8 +154,7 @@ def run_up(settings: UpSettings) -> None:
 def run_doctor(settings: DoctorSettings) -> Any:
     from tasks.check_machine import check_machine
 
-    up = UpSettings()
-    return check_machine(Places(), settings.target, (up.prefect_port, up.mlflow_port, up.pages_port))
+    return check_machine(Places(), settings.target, UpSettings().ports())
 
 
 def exit_code_of_doctor(checks: Any) -> int:
@@ -179,14 +196,20 @@ VERBS = (
         ("fledge runs --limit 5",),
         show=show_runs,
     ),
+    *ENDPOINT_VERBS,
     Verb(
         "up",
         UpSettings,
         run_up,
-        "Start Prefect, MLflow and a worker on this machine, until Ctrl-C.\n\n"
-        "Registers the deployments of prefect.yaml first, so the run form is there at once. For one machine\n"
-        "and one user: no login, 127.0.0.1 only. Logs are in FLEDGE_HOME/logs.",
-        ("fledge up", "fledge up --prefect-port 4300 --mlflow-port 5100 --pages-port 4380"),
+        "Start Prefect, MLflow, a worker, and SageMaker on this machine, until Ctrl-C.\n\n"
+        "Registers the deployments of prefect.yaml first, so the run form is there at once. Verbs in other\n"
+        "terminals find it by FLEDGE_HOME and speak to it; with FLEDGE_CLOUD=aws, up leaves endpoints to AWS.\n"
+        "For one machine and one user: no login, 127.0.0.1 only. Logs are in FLEDGE_HOME/logs.",
+        (
+            "fledge up",
+            "fledge up --prefect-port 4300 --mlflow-port 5100 --pages-port 4380 --sagemaker-port 4381 "
+            "--aws-port 4382",
+        ),
     ),
     Verb(
         "doctor",

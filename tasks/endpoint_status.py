@@ -54,7 +54,7 @@ def list_statuses(aws: Aws) -> list[EndpointStatus]:
         for page in aws.sagemaker.pages("list_endpoints")
         for endpoint in page["Endpoints"]
     ]
-    found = (_status_or_gone(aws, name) for name in sorted(names))
+    found = (find_status(aws, name) for name in sorted(names))
     return [status for status in found if status is not None]
 
 
@@ -64,7 +64,7 @@ def read_status(aws: Aws, endpoint_name: str) -> EndpointStatus:
     Raises:
         EndpointError: there is none of that name.
     """
-    status = _status_or_gone(aws, endpoint_name)
+    status = find_status(aws, endpoint_name)
     if status is None:
         known = ", ".join(one.endpoint_name for one in list_statuses(aws)) or "none"
         raise EndpointError(
@@ -75,7 +75,8 @@ def read_status(aws: Aws, endpoint_name: str) -> EndpointStatus:
     return status
 
 
-def _status_or_gone(aws: Aws, endpoint_name: str) -> EndpointStatus | None:
+def find_status(aws: Aws, endpoint_name: str) -> EndpointStatus | None:
+    """One endpoint; None: there is none of that name."""
     try:
         described = aws.sagemaker.describe_endpoint(EndpointName=endpoint_name)
     except AwsError as error:

@@ -31,7 +31,11 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 def test_verbs_are_frozen() -> None:
-    assert [verb.name for verb in VERBS] == ["retrain", "report", "runs", "up", "doctor"]
+    assert [verb.name for verb in VERBS] == [
+        "retrain", "report", "runs",
+        "models", "approve", "deploy", "status", "chat", "roll-back", "delete", "logs",
+        "up", "doctor",
+    ]  # fmt: skip
 
 
 def test_help_imports_nothing_heavy() -> None:
