@@ -129,7 +129,7 @@ def train(plan: RetrainPlan, dataset: DatasetRecord, champion: RegisteredDrafter
     states = run_stage(extract_states, plan.extract(dataset, "train"))
     held_out = run_stage(extract_states, plan.extract(dataset, "evaluation"))
     predecessor = warm_start_of(champion, plan.settings.drafter) if plan.settings.warm_start else None
-    training = run_stage(train_drafter, plan.train(states, predecessor))
+    training = run_stage(train_drafter, plan.train(states, predecessor), plan.settings.training_job)
     drafter = run_stage(export_drafter, plan.export(training))
     check_drafter(plan.preflight(drafter))
     estimate = run_stage(estimate_acceptance, plan.estimate(drafter, held_out))

@@ -67,7 +67,7 @@ def run_verb_json(verb: str, settings: Settings) -> Any:
     output = getattr(settings, "output", None)
     lock = Path(output) if output is not None else settings_file
     command = [str(places.python), "-m", "drafter", verb, "--settings", str(settings_file), "--json"]
-    with _locked(lock) as lock_file:
+    with locked(lock) as lock_file:
         return _run(verb, command, lock_file)
 
 
@@ -142,7 +142,7 @@ def _write_settings(places: Places, verb: str, settings: Settings) -> Path:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[IO[str]]:
+def locked(path: Path) -> Iterator[IO[str]]:
     """Hold the lock file beside `path`; released when every process that inherited it has ended."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_name(f"{path.name}.lock"), "a+") as handle:

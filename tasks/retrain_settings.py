@@ -22,6 +22,7 @@ from drafter.config import (
     SourceSettings,
     TrainSettings,
 )
+from tasks.training_request import TrainingJobSettings
 
 SHARED = {"seed", "max_length_tokens", "target", "output", "server"}
 
@@ -155,6 +156,9 @@ class RetrainSettings(Settings):
     drafter: DrafterSettings = Field(default_factory=DrafterSettings, description="Shape of the drafter.")
     training: TrainingChoices = Field(
         default_factory=TrainingChoices, description="How the drafter is trained."
+    )
+    training_job: TrainingJobSettings | None = Field(
+        default=None, description="Train as a SageMaker job, on such an instance; None: on this machine."
     )
     evaluation: EvaluationChoices = Field(
         default_factory=EvaluationChoices, description="What is measured inside vLLM."

@@ -34,6 +34,8 @@ from drafter.records import (
     TrainingRecord,
 )
 from tasks.jobs import JobCrashed, run_verb, run_verb_json
+from tasks.training_jobs import train_on_sagemaker
+from tasks.training_request import TrainingJobSettings
 
 STATES_MANIFEST = "manifest.json"
 
@@ -57,9 +59,9 @@ _KEPT: dict[str, Any] = {
 _REPEATED: dict[str, Any] = {"retries": 1, "retry_delay_seconds": 5, "retry_condition_fn": _crashed}
 
 
-def run_stage(stage: Task[Any, Any], settings: Any) -> Any:
+def run_stage(stage: Task[Any, Any], settings: Any, *choices: Any) -> Any:
     """Call a stage; a kept record counts only while the files that it describes are there."""
-    return stage.with_options(refresh_cache=not is_complete(settings.output))(settings)
+    return stage.with_options(refresh_cache=not is_complete(settings.output))(settings, *choices)
 
 
 def is_complete(output: Path) -> bool:
@@ -110,8 +112,10 @@ def extract_states(settings: ExtractSettings) -> StatesRecord:
 
 
 @task(name="train", timeout_seconds=timedelta(days=5).total_seconds(), **_KEPT, **_REPEATED)
-def train_drafter(settings: TrainSettings) -> TrainingRecord:
-    """Train on the states; a killed training resumes from its last checkpoint."""
+def train_drafter(settings: TrainSettings, job: TrainingJobSettings | None = None) -> TrainingRecord:
+    """Train on the states, here or as a SageMaker job; a killed training resumes from its last checkpoint."""
+    if job is not None:
+        return train_on_sagemaker(settings, job)
     return run_verb("train", settings, TrainingRecord)
 
 
