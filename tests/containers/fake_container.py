@@ -108,6 +108,10 @@ class _Handler(BaseHTTPRequestHandler):
             choice = {"index": 0, "delta": {"content": word}, "finish_reason": None}
             event = {"object": "chat.completion.chunk", "model": self._model(), "choices": [choice]}
             self._chunk(f"data: {json.dumps(event)}\n\n")
+        if (request.get("stream_options") or {}).get("include_usage"):
+            completion = self._completion()
+            last = {name: completion[name] for name in ("model", "usage", "metrics")}
+            self._chunk(f"data: {json.dumps({'object': 'chat.completion.chunk', 'choices': [], **last})}\n\n")
         self._chunk("data: [DONE]\n\n")
         self.wfile.write(b"0\r\n\r\n")
 
