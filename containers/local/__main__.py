@@ -70,7 +70,8 @@ def serve(options: argparse.Namespace) -> int:
     folder = options.home / "sagemaker"
     folder.mkdir(parents=True, exist_ok=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # one line a ping
+    for chatty in ("httpx", "botocore"):  # a line for each ping, each credential looked up
+        logging.getLogger(chatty).setLevel(logging.WARNING)
     faults = Faults.from_environment()
     with _only_server(folder):
         machine = Machine(folder, options.memory_gb, options.instance_memory_gb)
