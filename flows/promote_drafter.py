@@ -15,6 +15,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 
 from drafter.records import Record
+from flows.deploy_endpoint import deploy_endpoint
 from tasks.approval import (
     Shown,
     approval_of,
@@ -113,8 +114,6 @@ def deploy(shown: Shown, settings: PromoteSettings) -> EndpointRecord | None:
     """Deploy the version of the approval, if this run is to deploy."""
     if settings.deployment is None:
         return None
-    from flows.deploy_endpoint import deploy_endpoint
-
     return deploy_endpoint(settings.deployment.model_copy(update={"version": shown.version}))
 
 
