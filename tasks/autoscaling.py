@@ -7,7 +7,7 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from tasks.aws import Aws, AwsError, connect_aws
+from tasks.aws import Aws, connect_aws
 from tasks.build_endpoint import VARIANT
 from tasks.endpoint_settings import AutoscalingSettings
 from tasks.settings import Places
@@ -32,11 +32,14 @@ def set_autoscaling(endpoint_name: str, settings: AutoscalingSettings | None) ->
 
 def remove_autoscaling(aws: Aws, endpoint_name: str) -> None:
     """Take the scaling away, if there is any. An endpoint that scales cannot be updated in some states."""
-    try:
-        aws.autoscaling.deregister_scalable_target(**_target(endpoint_name))
-    except AwsError as error:
-        if error.code != "ObjectNotFoundException":
-            raise
+    target = _target(endpoint_name)
+    found = aws.autoscaling.describe_scalable_targets(
+        ServiceNamespace=target["ServiceNamespace"],
+        ResourceIds=[target["ResourceId"]],
+        ScalableDimension=target["ScalableDimension"],
+    )
+    if found["ScalableTargets"]:
+        aws.autoscaling.deregister_scalable_target(**target)
 
 
 def _target(endpoint_name: str) -> dict[str, str]:
