@@ -26,11 +26,14 @@ from tasks.settings import Places
 
 
 def run_models(choice: ModelsChoice) -> Any:
+    from tasks.local_environment import use_services
+
+    places = use_services(say=False)
     from tasks.model_cards import list_cards, model_card
 
     if choice.name is None:
-        return list_cards(use_cloud())
-    return model_card(use_cloud(), choice.name, choice.version, choice.num_speculative_tokens)
+        return list_cards(places)
+    return model_card(places, choice.name, choice.version, choice.num_speculative_tokens)
 
 
 def run_deploy(choice: DeployChoice) -> Any:

@@ -21,13 +21,15 @@ def show_models(shown: Any) -> None:
     if not isinstance(shown, list):
         show_card(shown)
         return
-    table = Table("model", "title", "K", "published drafter", "default instance", "an hour")
+    table = Table()
+    table.add_column("model", no_wrap=True)
+    for heading in ("K", "published drafter", "default instance", "an hour"):
+        table.add_column(heading, overflow="fold")
     for card in shown:
         head = card.entry.published_head
         where = f"{card.entry.instance_types[0]} x {card.entry.instance_count}"
         table.add_row(
             card.name,
-            card.entry.title,
             str(card.entry.num_speculative_tokens),
             head.hugging_face_id if head else "none: train one",
             where + (" (this machine only)" if card.entry.local else ""),
