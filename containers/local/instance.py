@@ -21,10 +21,12 @@ import httpx
 import psutil
 from pydantic import BaseModel, ConfigDict
 
-from drafter.process_guard import GRACE_S
-from drafter.serving import ServerSettings, vllm_environment
+from drafter.config import ServerSettings
+from drafter.serving import vllm_environment
 
 PING_TIMEOUT_S = 2.0  # SageMaker's
+# From SIGTERM to SIGKILL. A server whose requests were drained has nothing left to save.
+END_GRACE_S = 3.0
 _POLL_S = 0.1
 _NOT_FOR_CONTAINERS = ("AWS_", "FLEDGE_", "MLFLOW_", "PREFECT_", "SM_VLLM_")
 
@@ -138,14 +140,14 @@ class Instance:
             self.state = "unhealthy"
 
     async def end(self) -> None:
-        """End the process and everything that it started: SIGTERM, 8 s, SIGKILL. Safe to call twice."""
+        """End the process and everything that it started: SIGTERM, 3 s, SIGKILL. Safe to call twice."""
         self.state = "ended"
         await asyncio.to_thread(self.end_now)
         self.record_path.unlink(missing_ok=True)
 
     def end_now(self) -> None:
         """The blocking part of `end`."""
-        for number, wait_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, 2.0)):
+        for number, wait_s in ((signal.SIGTERM, END_GRACE_S), (signal.SIGKILL, 2.0)):
             if not self.has_processes():
                 break
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -8,12 +8,11 @@ gives the caller the ModelError that AWS gives; nobody can know how far it came,
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import anyio
 import httpx
@@ -22,11 +21,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route as HttpRoute
 from starlette.types import Receive, Scope, Send
 
-from containers.local import event_stream
-from containers.local.arn import ACCOUNT, region
+from containers.local import event_stream, runtime_errors
+from containers.local.arn import ACCOUNT
 from containers.local.capture import Captured, CaptureWriter
 from containers.local.instance import Instance
+from containers.local.late_answers import late_pieces
 from containers.local.metrics import Metrics
+from containers.local.runtime_errors import InvocationRefused
 from containers.local.traffic import Route, Traffic
 
 MAX_BODY_BYTES = 6 * 2**20
@@ -38,6 +39,7 @@ _CUSTOM_ATTRIBUTES = "X-Amzn-SageMaker-Custom-Attributes"
 _INFERENCE_ID = "X-Amzn-SageMaker-Inference-Id"
 _TARGET_VARIANT = "X-Amzn-SageMaker-Target-Variant"
 _SESSION_ID = "X-Amzn-SageMaker-Session-Id"
+_STREAM_ACCEPT = "X-Amzn-SageMaker-Accept"
 _FORWARDED = ("Content-Type", "Accept", _CUSTOM_ATTRIBUTES, _INFERENCE_ID, _SESSION_ID)
 # For endpoints of another kind: several models, several containers, inference components.
 _REFUSED = (
@@ -45,42 +47,25 @@ _REFUSED = (
     "X-Amzn-SageMaker-Target-Container-Hostname",
     "X-Amzn-SageMaker-Inference-Component",
 )
-_TIMED_OUT = (
-    "Your invocation timed out while waiting for a response from container primary. Review the latency metrics for "
-    "each container in Amazon CloudWatch, resolve the issue, and try again."
-)
-
-
-class InvocationRefused(Exception):
-    """An error answer of the runtime.
-
-    Args:
-        code: its name in the service model.
-        status: HTTP status.
-        fields: members of the error besides its message.
-    """
-
-    def __init__(self, code: str, status: int, message: str, **fields: Any) -> None:
-        self.code = code
-        self.status = status
-        self.fields = {"Message": message, **fields}
-        super().__init__(message)
-
-    def response(self) -> Response:
-        """As rest-json writes it."""
-        headers = {"x-amzn-ErrorType": self.code, "x-amzn-RequestId": str(uuid.uuid4())}
-        body = json.dumps(self.fields)
-        return Response(body, self.status, headers, media_type="application/json")
+_UNTYPED = "application/octet-stream"
+_REFUSED_CONNECTION = (httpx.ConnectError, httpx.ConnectTimeout)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A request as it came in."""
+    """A request as it came in, `started` on time.perf_counter()."""
 
     endpoint_name: str
     body: bytes
     headers: Mapping[str, str]
     started: float
+
+    def forwarded_headers(self) -> dict[str, str]:
+        """What SageMaker lets through to the container; everything else it strips."""
+        headers = {name: self.headers[name] for name in _FORWARDED if name in self.headers}
+        if _STREAM_ACCEPT in self.headers:
+            headers["Accept"] = self.headers[_STREAM_ACCEPT]
+        return headers
 
 
 @dataclass
@@ -90,22 +75,63 @@ class _Exchange:
     call: _Call
     route: Route
     instance: Instance
-    answer: httpx.Response | None = None
     sent: float = field(default_factory=time.perf_counter)
-    is_open: bool = True
+    _answer: httpx.Response | None = None
+    _is_open: bool = True
 
     def __post_init__(self) -> None:
         self.instance.in_flight += 1
 
+    @property
+    def answer(self) -> httpx.Response:
+        """The container's answer, its head at least."""
+        assert self._answer is not None, "not sent yet"
+        return self._answer
+
+    @property
+    def content_type(self) -> str:
+        return self.answer.headers.get("content-type", _UNTYPED)
+
+    async def send(self, client: httpx.AsyncClient) -> None:
+        """Hand the request over and wait for the head of the answer."""
+        url = f"{self.instance.url}/invocations"
+        outgoing = client.build_request(
+            "POST", url, content=self.call.body, headers=self.call.forwarded_headers()
+        )
+        self._answer = await client.send(outgoing, stream=True)
+
     async def close(self) -> None:
         """The instance is free again; the container notices when its answer is not wanted any more."""
-        if not self.is_open:
+        if not self._is_open:
             return
-        self.is_open = False
+        self._is_open = False
         self.instance.in_flight -= 1
-        if self.answer is not None:
+        if self._answer is not None:
             with anyio.CancelScope(shield=True):
-                await self.answer.aclose()
+                await self._answer.aclose()
+
+    def answer_headers(self) -> dict[str, str]:
+        """What the caller gets besides the body."""
+        headers = {
+            "x-Amzn-Invoked-Production-Variant": self.route.variant_name,
+            "x-amzn-RequestId": str(uuid.uuid4()),
+        }
+        if (attributes := self.answer.headers.get(_CUSTOM_ATTRIBUTES)) is not None:
+            headers[_CUSTOM_ATTRIBUTES] = attributes
+        return headers
+
+    def captured(self, body: bytes) -> Captured:
+        """Request and answer, for data capture."""
+        call = self.call
+        return Captured(
+            endpoint_name=call.endpoint_name,
+            request_body=call.body,
+            request_type=call.headers.get("Content-Type", _UNTYPED),
+            answer_body=body,
+            answer_type=self.content_type,
+            inference_id=call.headers.get(_INFERENCE_ID),
+            custom_attributes=call.headers.get(_CUSTOM_ATTRIBUTES),
+        )
 
 
 class Router:
@@ -132,13 +158,10 @@ class Router:
     @property
     def http_routes(self) -> list[HttpRoute]:
         """For a Starlette application."""
+        streamed = "/endpoints/{name}/invocations-response-stream"
         return [
             HttpRoute("/endpoints/{name}/invocations", self.invocations, methods=["POST"]),
-            HttpRoute(
-                "/endpoints/{name}/invocations-response-stream",
-                self.invocations_response_stream,
-                methods=["POST"],
-            ),
+            HttpRoute(streamed, self.invocations_response_stream, methods=["POST"]),
         ]
 
     async def aclose(self) -> None:
@@ -148,26 +171,21 @@ class Router:
     async def invocations(self, request: Request) -> Response:
         """InvokeEndpoint."""
         try:
-            call = await _read(request)
-            exchange = await self._open(call)
+            exchange = await self._open(await _read(request))
             try:
                 body = await self._whole_answer(exchange)
             finally:
                 await exchange.close()
         except InvocationRefused as refused:
             return refused.response()
-        assert exchange.answer is not None
-        content_type = exchange.answer.headers.get("content-type", "application/octet-stream")
         if self._capture_writer.wants(exchange.route):
-            self._capture_writer.add(exchange.route, _captured(call, body, content_type))
-        headers = _answer_headers(exchange)
-        return Response(body, 200, headers, media_type=content_type)
+            self._capture_writer.add(exchange.route, exchange.captured(body))
+        return Response(body, 200, exchange.answer_headers(), media_type=exchange.content_type)
 
     async def invocations_response_stream(self, request: Request) -> Response:
         """InvokeEndpointWithResponseStream."""
         try:
-            call = await _read(request)
-            exchange = await self._open(call)
+            exchange = await self._open(await _read(request))
             try:
                 await self._require_success(exchange)
             except BaseException:
@@ -188,46 +206,41 @@ class Router:
             for instance in route.fleet.in_service_instances():
                 exchange = _Exchange(call, route, instance)
                 try:
-                    exchange.answer = await self._send(exchange)
-                except (httpx.ConnectError, httpx.ConnectTimeout):
+                    await self._send(exchange)
+                except _REFUSED_CONNECTION:
                     await exchange.close()
                     route.fleet.report_unreachable(instance)
-                    continue
                 except BaseException:
                     await exchange.close()
                     raise
-                return exchange
+                else:
+                    return exchange
             if number == 0 and route.weight > 0:
                 # Counted against the fleet that should have answered, so that its alarms see that it is gone.
                 self._metrics.record(route, call.endpoint_name, status=0, model_s=0.0)
-        raise InvocationRefused("ServiceUnavailable", 503, "The service is unavailable. Try your call again.")
+        raise runtime_errors.unavailable()
 
     def _require_routes(self, call: _Call) -> list[Route]:
-        name = call.endpoint_name
+        name, variant = call.endpoint_name, call.headers.get(_TARGET_VARIANT)
         if not self._traffic.routes(name):
-            raise InvocationRefused(
-                "ValidationError", 400, f"Endpoint {name} of account {ACCOUNT} not found."
-            )
-        variant = call.headers.get(_TARGET_VARIANT)
+            raise runtime_errors.invalid(f"Endpoint {name} of account {ACCOUNT} not found.")
         routes = self._traffic.order(name, variant)
         if not routes:
-            raise InvocationRefused("ValidationError", 400, f"Variant {variant} not found for Request")
+            raise runtime_errors.invalid(f"Variant {variant} not found for Request")
         return routes
 
-    async def _send(self, exchange: _Exchange) -> httpx.Response:
-        call = exchange.call
-        headers = {name: call.headers[name] for name in _FORWARDED if name in call.headers}
-        if "X-Amzn-SageMaker-Accept" in call.headers:
-            headers["Accept"] = call.headers["X-Amzn-SageMaker-Accept"]
-        outgoing = self._client.build_request(
-            "POST", f"{exchange.instance.url}/invocations", content=call.body, headers=headers
-        )
+    async def _send(self, exchange: _Exchange) -> None:
+        """
+        Raises:
+            InvocationRefused: no answer in time, or the instance died with the request.
+            httpx.ConnectError, httpx.ConnectTimeout: the request never reached it.
+        """
         try:
             async with asyncio.timeout(INVOCATION_TIMEOUT_S):
-                return await self._client.send(outgoing, stream=True)
+                await exchange.send(self._client)
         except TimeoutError:
-            raise self._model_error(exchange, 0, _TIMED_OUT) from None
-        except (httpx.ConnectError, httpx.ConnectTimeout):
+            raise self._failed(exchange, 0, runtime_errors.TIMED_OUT) from None
+        except _REFUSED_CONNECTION:
             raise
         except httpx.TransportError:
             raise self._gone(exchange) from None
@@ -239,7 +252,6 @@ class Router:
             InvocationRefused: another status, or it broke off, or took too long.
         """
         await self._require_success(exchange)
-        assert exchange.answer is not None
         delay_s, factor = exchange.route.fleet.latency_fault()
         left_s = INVOCATION_TIMEOUT_S - (time.perf_counter() - exchange.sent)
         try:
@@ -247,56 +259,34 @@ class Router:
                 body = await exchange.answer.aread()
                 await asyncio.sleep(delay_s + (factor - 1) * (time.perf_counter() - exchange.sent))
         except TimeoutError:
-            raise self._model_error(exchange, 0, _TIMED_OUT) from None
+            raise self._failed(exchange, 0, runtime_errors.TIMED_OUT) from None
         except httpx.TransportError:
             raise self._gone(exchange) from None
-        self._record_success(exchange)
+        self._record(exchange, exchange.answer.status_code)
         return body
 
     async def _parts(self, exchange: _Exchange) -> AsyncIterator[bytes]:
         """The answer as an event stream; it ends with an exception event where the answer breaks off."""
-        assert exchange.answer is not None
-        delay_s, factor = exchange.route.fleet.latency_fault()
         is_captured = self._capture_writer.wants(exchange.route)
-        pieces: list[bytes] = []
+        captured = bytearray()
         first_chunk_s: float | None = None
-        last = exchange.sent
+        pieces = late_pieces(exchange.answer, exchange.sent, *exchange.route.fleet.latency_fault())
         deadline = asyncio.get_running_loop().time() + STREAM_TIMEOUT_S
-        iterator = exchange.answer.aiter_raw()
-        while True:
-            try:
-                async with asyncio.timeout_at(deadline):
-                    piece = await anext(iterator, None)
-                    if piece is not None:
-                        pause_s = delay_s + (factor - 1) * (time.perf_counter() - last)
-                        await asyncio.sleep(pause_s)
-                        delay_s = 0.0
-            except TimeoutError:
-                self._record_failure(exchange)
-                yield event_stream.model_stream_error(
-                    "ModelInvocationTimeExceeded",
-                    "The model did not finish its response within the time allowed.",
-                )
-                return
-            except httpx.TransportError:
-                self._record_failure(exchange)
-                yield event_stream.model_stream_error(
-                    "StreamBroken", "The connection between the client and the model was reset or closed."
-                )
-                return
-            if piece is None:
-                break
-            last = time.perf_counter()
-            if first_chunk_s is None:
-                first_chunk_s = last - exchange.sent
-            if is_captured:
-                pieces.append(piece)
-            yield event_stream.payload_part(piece)
-        self._record_success(exchange, first_chunk_s)
+        try:
+            async with contextlib.aclosing(pieces):
+                while (piece := await _next(pieces, deadline)) is not None:
+                    first_chunk_s = first_chunk_s or time.perf_counter() - exchange.sent
+                    if is_captured:
+                        captured += piece
+                    yield event_stream.payload_part(piece)
+        except (TimeoutError, httpx.TransportError) as error:
+            self._record(exchange, status=0)
+            code = "ModelInvocationTimeExceeded" if isinstance(error, TimeoutError) else "StreamBroken"
+            yield event_stream.model_stream_error(code, runtime_errors.STREAM_ERRORS[code])
+            return
+        self._record(exchange, exchange.answer.status_code, first_chunk_s)
         if is_captured:
-            content_type = exchange.answer.headers.get("content-type", "application/octet-stream")
-            body = b"".join(pieces)
-            self._capture_writer.add(exchange.route, _captured(exchange.call, body, content_type))
+            self._capture_writer.add(exchange.route, exchange.captured(bytes(captured)))
 
     async def _require_success(self, exchange: _Exchange) -> None:
         """Turn a container's error into the runtime's.
@@ -304,7 +294,6 @@ class Router:
         Raises:
             InvocationRefused: ModelError, with the container's status and words.
         """
-        assert exchange.answer is not None
         if exchange.answer.is_success:
             return
         try:
@@ -312,53 +301,25 @@ class Router:
                 text = (await exchange.answer.aread()).decode(errors="replace")
         except (TimeoutError, httpx.TransportError):
             raise self._gone(exchange) from None
-        raise self._model_error(exchange, exchange.answer.status_code, text)
+        raise self._failed(exchange, exchange.answer.status_code, text)
 
     def _gone(self, exchange: _Exchange) -> InvocationRefused:
         """The instance died, or closed the connection, with this request in flight."""
         exchange.route.fleet.report_unreachable(exchange.instance)
-        return self._model_error(
-            exchange,
-            0,
-            f"Amazon SageMaker could not get a response from the {exchange.call.endpoint_name} endpoint. This can "
-            "occur when CPU or memory utilization is high. To check your utilization, see Amazon CloudWatch. To fix "
-            "this problem, use an instance type with more CPU capacity or memory.",
-        )
+        return self._failed(exchange, 0, runtime_errors.NO_RESPONSE.format(exchange.call.endpoint_name))
 
-    def _model_error(self, exchange: _Exchange, status: int, text: str) -> InvocationRefused:
-        """Count the failure and word it as SageMaker does."""
-        self._record_failure(exchange, status)
-        name = exchange.call.endpoint_name
-        group = f"/aws/sagemaker/Endpoints/{name}"
-        side = "client" if 400 <= status < 500 else "server"
-        message = (
-            f'Received {side} error ({status}) from primary with message "{text}". See '
-            f"https://{region()}.console.aws.amazon.com/cloudwatch/home?region={region()}#logEventViewer:group={group} "
-            f"in account {ACCOUNT} for more information. (On this machine: {exchange.instance.record.log_path}.)"
-        )
-        return InvocationRefused(
-            "ModelError",
-            424,
-            message,
-            OriginalStatusCode=status,
-            OriginalMessage=text,
-            LogStreamArn=f"arn:aws:logs:{region()}:{ACCOUNT}:log-group:{group}",
-        )
+    def _failed(self, exchange: _Exchange, status: int, text: str) -> InvocationRefused:
+        """Count a failure of the container; what to raise for it."""
+        self._record(exchange, status)
+        log = exchange.instance.record.log_path
+        return runtime_errors.model_error(exchange.call.endpoint_name, status, text, log)
 
-    def _record_success(self, exchange: _Exchange, first_chunk_s: float | None = None) -> None:
-        assert exchange.answer is not None
-        self._record(exchange, exchange.answer.status_code, first_chunk_s)
-
-    def _record_failure(self, exchange: _Exchange, status: int = 0) -> None:
-        self._record(exchange, status, None)
-
-    def _record(self, exchange: _Exchange, status: int, first_chunk_s: float | None) -> None:
-        now = time.perf_counter()
+    def _record(self, exchange: _Exchange, status: int, first_chunk_s: float | None = None) -> None:
         self._metrics.record(
             exchange.route,
             exchange.call.endpoint_name,
             status=status,
-            model_s=now - exchange.sent,
+            model_s=time.perf_counter() - exchange.sent,
             overhead_s=exchange.sent - exchange.call.started,
             first_chunk_s=first_chunk_s,
         )
@@ -368,11 +329,7 @@ class _StreamedAnswer(StreamingResponse):
     """Closes the exchange when the caller has everything, or has gone away."""
 
     def __init__(self, exchange: _Exchange, parts: AsyncIterator[bytes]) -> None:
-        headers = _answer_headers(exchange)
-        assert exchange.answer is not None
-        headers["X-Amzn-SageMaker-Content-Type"] = exchange.answer.headers.get(
-            "content-type", "application/octet-stream"
-        )
+        headers = {**exchange.answer_headers(), "X-Amzn-SageMaker-Content-Type": exchange.content_type}
         super().__init__(parts, 200, headers, media_type=event_stream.CONTENT_TYPE)
         self._exchange = exchange
 
@@ -392,38 +349,23 @@ async def _read(request: Request) -> _Call:
     started = time.perf_counter()
     for name in _REFUSED:
         if name in request.headers:
-            raise InvocationRefused("ValidationError", 400, f"{name} is not supported for this endpoint.")
+            raise runtime_errors.invalid(f"{name} is not supported for this endpoint.")
     body = bytearray()
     async for piece in request.stream():
         body += piece
         if len(body) > MAX_BODY_BYTES:
-            raise InvocationRefused(
-                "ValidationError",
-                400,
+            raise runtime_errors.invalid(
                 "1 validation error detected: Value at 'body' failed to satisfy constraint: Member must have length "
-                f"less than or equal to {MAX_BODY_BYTES}",
+                f"less than or equal to {MAX_BODY_BYTES}"
             )
     return _Call(request.path_params["name"], bytes(body), request.headers, started)
 
 
-def _answer_headers(exchange: _Exchange) -> dict[str, str]:
-    headers = {
-        "x-Amzn-Invoked-Production-Variant": exchange.route.variant_name,
-        "x-amzn-RequestId": str(uuid.uuid4()),
-    }
-    assert exchange.answer is not None
-    if (attributes := exchange.answer.headers.get(_CUSTOM_ATTRIBUTES)) is not None:
-        headers[_CUSTOM_ATTRIBUTES] = attributes
-    return headers
+async def _next(pieces: AsyncIterator[bytes], deadline: float) -> bytes | None:
+    """The next piece, None after the last.
 
-
-def _captured(call: _Call, body: bytes, content_type: str) -> Captured:
-    return Captured(
-        endpoint_name=call.endpoint_name,
-        request_body=call.body,
-        request_type=call.headers.get("Content-Type", "application/octet-stream"),
-        answer_body=body,
-        answer_type=content_type,
-        inference_id=call.headers.get(_INFERENCE_ID),
-        custom_attributes=call.headers.get(_CUSTOM_ATTRIBUTES),
-    )
+    Raises:
+        TimeoutError: it did not come before the deadline, on the event loop's clock.
+    """
+    async with asyncio.timeout_at(deadline):
+        return await anext(pieces, None)
