@@ -25,7 +25,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.deployments import run_deployment
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.input import RunInput
 from prefect.input.actions import create_flow_run_input, read_flow_run_input
 from prefect.input.run_input import keyset_from_base_key
@@ -173,8 +173,10 @@ def expire_waiting(flow_run_id: UUID) -> bool:
     """End a run whose form nobody filled in in time as `Expired`. False: it was not waiting any more."""
     with get_client(sync_client=True) as client:
         run = client.read_flow_run(flow_run_id)
-        if run.state is None or not run.state.is_paused():
+        if run.state is None or run.state.is_final() or _is_answered(client, flow_run_id):
             return False
+        if not run.state.is_paused():
+            raise RuntimeError(f"run {run.name} is {run.state.name}, about to ask: tried again")
         shown = _shown(client, run)
         message = f"nobody decided on version {shown.version} by {shown.expires_at:%Y-%m-%d %H:%M} UTC"
         client.set_flow_run_state(flow_run_id, Cancelled(name="Expired", message=message))
@@ -230,6 +232,16 @@ def approve_waiting(version: str, answer: ApprovalAnswer) -> WaitingRun | None:
 
 def _shown(client: SyncPrefectClient, run: FlowRun) -> Shown:
     return Shown.model_validate_json(client.read_flow_run_input(run.id, _SHOWN_KEY))
+
+
+def _is_answered(client: SyncPrefectClient, flow_run_id: UUID) -> bool:
+    try:
+        client.read_flow_run_input(flow_run_id, _ANSWER_KEY)
+    except PrefectHTTPStatusError as error:
+        if error.response.status_code == 404:
+            return False
+        raise
+    return True
 
 
 def _require_deployment() -> None:

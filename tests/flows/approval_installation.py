@@ -22,7 +22,7 @@ from tasks.settings import Places
 
 ROOT = Path(__file__).parents[2]
 APPROVERS = "alice,bob"
-TIMEOUT_S = 180
+TIMEOUT_S = 400
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 

@@ -21,7 +21,7 @@ from tests.flows.conftest import free_port
 from tests.tasks.drafters_on_disk import REJECTED
 from tests.tasks.registered_versions import register_version
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
