@@ -9,7 +9,7 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from tasks.aws import Aws, connect_aws
+from tasks.aws import Aws, connect_aws, may_pass
 from tasks.build_endpoint import EndpointPlan
 from tasks.endpoint_settings import EndpointError
 from tasks.logs import flow_logger
@@ -18,7 +18,14 @@ from tasks.settings import Places
 _POLL_S = 5.0
 
 
-@task(name="put-alarms", cache_policy=NO_CACHE, retries=3, retry_delay_seconds=5, timeout_seconds=900)
+@task(
+    name="put-alarms",
+    cache_policy=NO_CACHE,
+    retries=3,
+    retry_delay_seconds=5,
+    retry_condition_fn=may_pass,
+    timeout_seconds=900,
+)
 def put_alarms(plan: EndpointPlan, own: Sequence[str] = (), under_way: bool = False) -> tuple[str, ...]:
     """Put a deployment's alarms, and see that none of them already sounds; returns their names.
 
@@ -100,7 +107,14 @@ def _wait_until_silent(aws: Aws, names: Sequence[str], patience_s: float) -> Non
         time.sleep(_POLL_S)
 
 
-@task(name="retire-alarms", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=5, timeout_seconds=300)
+@task(
+    name="retire-alarms",
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=5,
+    retry_condition_fn=may_pass,
+    timeout_seconds=300,
+)
 def retire_alarms(config_name: str | None) -> None:
     """Delete the alarms of a config whose fleet is gone."""
     if config_name is not None:

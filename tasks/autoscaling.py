@@ -7,7 +7,7 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from tasks.aws import Aws, connect_aws
+from tasks.aws import Aws, connect_aws, may_pass
 from tasks.build_endpoint import VARIANT
 from tasks.endpoint_settings import AutoscalingSettings
 from tasks.settings import Places
@@ -16,7 +16,14 @@ _DIMENSION = "sagemaker:variant:DesiredInstanceCount"
 _POLICY = "fledge-invocations"
 
 
-@task(name="set-autoscaling", cache_policy=NO_CACHE, retries=3, retry_delay_seconds=5, timeout_seconds=300)
+@task(
+    name="set-autoscaling",
+    cache_policy=NO_CACHE,
+    retries=3,
+    retry_delay_seconds=5,
+    retry_condition_fn=may_pass,
+    timeout_seconds=300,
+)
 def set_autoscaling(endpoint_name: str, settings: AutoscalingSettings | None) -> None:
     """Scale as the settings say; without settings, not at all."""
     aws = connect_aws(Places())
@@ -31,7 +38,7 @@ def set_autoscaling(endpoint_name: str, settings: AutoscalingSettings | None) ->
 
 
 def remove_autoscaling(aws: Aws, endpoint_name: str) -> None:
-    """Take the scaling away, if there is any. An endpoint that scales cannot be updated in some states."""
+    """Take the scaling away, if there is any."""
     target = _target(endpoint_name)
     found = aws.autoscaling.describe_scalable_targets(
         ServiceNamespace=target["ServiceNamespace"],

@@ -39,6 +39,7 @@ _THROTTLED = {
     "RequestLimitExceeded",
     "SlowDown",
 }
+_INTERNAL = {"InternalFailure", "InternalServerError", "ServiceUnavailable", "500", "503"}
 _REFUSAL_IN_WORDS = re.compile(
     r"error occurred \((\w+)\) when calling the (\w+) operation[^:]*: (.*)", re.DOTALL
 )
@@ -68,6 +69,14 @@ class AwsError(FledgeError):
     @property
     def is_existing(self) -> bool:
         return self.message.startswith("Cannot create already existing")
+
+
+def may_pass(_task: Any, _run: Any, state: Any) -> bool:
+    """Whether a failed task is worth another try: what was refused with a reason will be refused again."""
+    error = state.result(raise_on_failure=False)
+    if isinstance(error, AwsError):
+        return not error.code or error.code in _THROTTLED | _INTERNAL
+    return not isinstance(error, FledgeError)
 
 
 @dataclass(frozen=True)

@@ -85,13 +85,17 @@ class CatalogueEntry(Settings):
         return price.usd_per_hour if price is not None and price.region == region else None
 
 
-@cache
-def read_catalogue(path: Path = CATALOGUE) -> dict[str, CatalogueEntry]:
+def read_catalogue() -> dict[str, CatalogueEntry]:
     """Every entry by its key.
 
     Raises:
         EndpointError: an entry is not complete, or has fields that there are not.
     """
+    return _read(CATALOGUE)
+
+
+@cache
+def _read(path: Path) -> dict[str, CatalogueEntry]:
     entries: dict[str, CatalogueEntry] = {}
     for key, fields in yaml.safe_load(path.read_text(encoding="utf-8")).items():
         try:

@@ -7,13 +7,20 @@ from prefect.cache_policies import NO_CACHE
 
 from tasks.alarms import alarms_of_configs, delete_alarms
 from tasks.autoscaling import remove_autoscaling
-from tasks.aws import Aws, connect_aws
+from tasks.aws import Aws, connect_aws, may_pass
 from tasks.endpoint_settings import EndpointError
 from tasks.endpoints import BUSY, delete_and_wait, find_endpoint
 from tasks.settings import Places
 
 
-@task(name="delete-endpoint", cache_policy=NO_CACHE, retries=1, retry_delay_seconds=5, timeout_seconds=1800)
+@task(
+    name="delete-endpoint",
+    cache_policy=NO_CACHE,
+    retries=1,
+    retry_delay_seconds=5,
+    retry_condition_fn=may_pass,
+    timeout_seconds=1800,
+)
 def delete_everything(endpoint_name: str) -> tuple[str, ...]:
     """Delete an endpoint with its scaling, alarms, configs and models; returns what was deleted.
 

@@ -15,7 +15,7 @@ from pydantic import Field
 from drafter.provenance import CONFIG_NAME, read_provenance
 from drafter.records import Record
 from drafter.target import load_target
-from tasks.aws import Aws, connect_aws, require_bucket, require_role
+from tasks.aws import Aws, connect_aws, may_pass, require_bucket, require_role
 from tasks.build_endpoint import (
     EndpointPlan,
     Sources,
@@ -53,7 +53,14 @@ class Deployment(Record):
         return self.plans[first:]
 
 
-@task(name="plan-deployment", cache_policy=NO_CACHE, retries=1, retry_delay_seconds=5, timeout_seconds=900)
+@task(
+    name="plan-deployment",
+    cache_policy=NO_CACHE,
+    retries=1,
+    retry_delay_seconds=5,
+    retry_condition_fn=may_pass,
+    timeout_seconds=900,
+)
 def plan_deployment(
     settings: DeploySettings, version: VersionRecord, registered: RegisteredDrafter, flow_run: str
 ) -> Deployment:

@@ -9,7 +9,7 @@ from pydantic import Field
 from drafter.errors import FledgeError
 from drafter.records import Record
 from tasks.alarms import alarms_of_configs, delete_alarms
-from tasks.aws import connect_aws
+from tasks.aws import connect_aws, may_pass
 from tasks.build_endpoint import SERVED_NAME_TAG, VERSION_TAG
 from tasks.endpoint_settings import EndpointError
 from tasks.endpoints import Endpoint, find_config, read_tags, require_endpoint, wait_until_settled, write_tags
@@ -32,7 +32,14 @@ class WayBack(Record):
     version: str | None = Field(description="Registered version that is taken back; None: not ours.")
 
 
-@task(name="open-roll-back", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=5, timeout_seconds=300)
+@task(
+    name="open-roll-back",
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=5,
+    retry_condition_fn=may_pass,
+    timeout_seconds=300,
+)
 def open_roll_back(endpoint_name: str) -> WayBack:
     """Decide where to go back to and write it on the endpoint, or find what an interrupted run had decided.
 
@@ -117,7 +124,14 @@ def verify_fleet(way: WayBack) -> None:
     )
 
 
-@task(name="close-roll-back", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=5, timeout_seconds=300)
+@task(
+    name="close-roll-back",
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=5,
+    retry_condition_fn=may_pass,
+    timeout_seconds=300,
+)
 def close_roll_back(way: WayBack) -> None:
     """Nothing is left to complete; the alarms of the config that was left go."""
     aws = connect_aws(Places())

@@ -18,7 +18,7 @@ from pydantic import Field
 from drafter.errors import FledgeError
 from drafter.records import Record
 from tasks.alarms import delete_alarms, sounding
-from tasks.aws import Aws, AwsError, connect_aws
+from tasks.aws import Aws, AwsError, connect_aws, may_pass
 from tasks.build_endpoint import EndpointPlan
 from tasks.endpoint_settings import DrafterUnfit, EndpointError, EndpointRolledBack, NoCapacity, ProbeSettings
 from tasks.endpoints import (
@@ -50,7 +50,14 @@ class Standing(Record):
     under_way: bool = Field(default=False, description="It moves there now.")
 
 
-@task(name="check-endpoint", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=5, timeout_seconds=300)
+@task(
+    name="check-endpoint",
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=5,
+    retry_condition_fn=may_pass,
+    timeout_seconds=300,
+)
 def check_endpoint(endpoint_name: str, config_names: tuple[str, ...]) -> Standing:
     """Refuse an endpoint that cannot be moved now.
 
@@ -98,13 +105,27 @@ def _require_movable(endpoint: Endpoint, ours: str | None) -> None:
         )
 
 
-@task(name="create-model", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=5, timeout_seconds=300)
+@task(
+    name="create-model",
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=5,
+    retry_condition_fn=may_pass,
+    timeout_seconds=300,
+)
 def create_model(plan: EndpointPlan) -> None:
     """Create the Model, unless it is there: its name tells its content."""
     _create(connect_aws(Places()).sagemaker.create_model, plan.create_model)
 
 
-@task(name="create-config", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=5, timeout_seconds=300)
+@task(
+    name="create-config",
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=5,
+    retry_condition_fn=may_pass,
+    timeout_seconds=300,
+)
 def create_config(plan: EndpointPlan) -> None:
     """Create the EndpointConfig, unless it is there: its name tells its content."""
     _create(connect_aws(Places()).sagemaker.create_endpoint_config, plan.create_config)

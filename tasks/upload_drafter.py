@@ -15,7 +15,7 @@ from drafter.errors import CheckpointError
 from drafter.files import sha256_of_file
 from drafter.provenance import CONFIG_NAME, FILE_NAME, WEIGHTS_NAME, read_provenance
 from drafter.target import load_target
-from tasks.aws import Aws, AwsError, connect_aws, require_bucket
+from tasks.aws import Aws, AwsError, connect_aws, may_pass, require_bucket
 from tasks.logs import flow_logger
 from tasks.settings import Places
 
@@ -32,7 +32,14 @@ def target_prefix(directory: Path) -> str:
     return f"targets/{load_target(directory).fingerprint}/"
 
 
-@task(name="upload-drafter", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=10, timeout_seconds=7200)
+@task(
+    name="upload-drafter",
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=10,
+    retry_condition_fn=may_pass,
+    timeout_seconds=7200,
+)
 def upload_drafter(directory: Path) -> str:
     """Put an exported drafter into the bucket; returns its S3 prefix.
 
@@ -49,18 +56,25 @@ def upload_drafter(directory: Path) -> str:
                 "fetch the version from the registry again, or export it again",
             )
     files = [directory / name for name in (WEIGHTS_NAME, FILE_NAME, CONFIG_NAME)]
-    return _upload(files, drafter_prefix(directory))
+    return upload_files(files, drafter_prefix(directory))
 
 
-@task(name="upload-target", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=10, timeout_seconds=7200)
+@task(
+    name="upload-target",
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=10,
+    retry_condition_fn=may_pass,
+    timeout_seconds=7200,
+)
 def upload_target(directory: Path) -> str:
     """Put a target's files into the bucket; returns their S3 prefix."""
     files = sorted(path for path in directory.iterdir() if path.is_file() and not path.name.startswith("."))
     last = directory / CONFIG_NAME
-    return _upload([*(path for path in files if path != last), last], target_prefix(directory))
+    return upload_files([*(path for path in files if path != last), last], target_prefix(directory))
 
 
-def _upload(files: list[Path], prefix: str) -> str:
+def upload_files(files: list[Path], prefix: str) -> str:
     """Send what is missing, in this order; returns the prefix as SageMaker takes it."""
     places = Places()
     aws = connect_aws(places)
