@@ -1,7 +1,10 @@
-"""One installation for all tests of flows: a home, Prefect's server and worker, MLflow, and a tiny run in it."""
+"""One installation for tests of whole flows (a home, Prefect's server and worker, MLflow, a tiny run in it), and a
+world of endpoints for flows that run in the tests' own process.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -12,6 +15,10 @@ import pytest
 from tasks.local_environment import Ports, service_environment
 from tasks.local_services import running_services
 from tasks.settings import Places
+from tasks.track_runs import connect
+from tasks.version_record import VersionRecord
+from tests.containers.control_plane import ControlPlane
+from tests.flows.endpoint_world import EndpointWorld, copy_database
 from tests.flows.installation import Installation, Kills, kill_in_every_stage
 from tests.flows.tiny_run import tiny_settings, write_conversations
 
@@ -59,3 +66,68 @@ def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = Path(chosen) if chosen else tmp_path_factory.mktemp("screenshots")
     directory.mkdir(parents=True, exist_ok=True)
     return directory
+
+
+@pytest.fixture(scope="module")
+def harness() -> Iterator[None]:
+    """A Prefect server for flows that run in the tests' own process."""
+    from prefect.testing.utilities import prefect_test_harness
+
+    with prefect_test_harness(server_startup_timeout=120):
+        yield
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[str]:
+    """Address of a moto server: S3, CloudWatch, Application Auto Scaling."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database whose tables exist: making them takes seconds."""
+    home = tmp_path_factory.mktemp("empty")
+    connect(Places(home=home)).search_experiments()
+    return home / "mlflow.db"
+
+
+@pytest.fixture
+def world(
+    tmp_path: Path, harness: None, moto: str, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[EndpointWorld]:
+    """A SageMaker and a registry of this test's own."""
+    home = tmp_path / "home"
+    copy_database(database, home)
+    plane = ControlPlane(home, moto)
+    for name, value in EndpointWorld.environment(home, plane, moto).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("FLEDGE_MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr("tasks.catalogue.CATALOGUE", home / "catalogue.yaml")
+    world = EndpointWorld(Places(), plane, moto)
+    world.prepare(home)
+    plane.start()
+    yield world
+    plane.close()
+
+
+@pytest.fixture
+def v1(world: EndpointWorld, tmp_path: Path) -> VersionRecord:
+    """A version in production."""
+    from flows.deploy_endpoint import deploy_endpoint  # here, because Prefect takes seconds to import
+
+    version = world.register(tmp_path, "a")
+    deploy_endpoint(world.settings(version))
+    return version
+
+
+@pytest.fixture
+def v2(world: EndpointWorld, v1: VersionRecord, tmp_path: Path) -> VersionRecord:
+    """Its approved successor."""
+    return world.register(tmp_path, "b")

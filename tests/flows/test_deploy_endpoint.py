@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from moto.server import ThreadedMotoServer
-from prefect.testing.utilities import prefect_test_harness
 
 from flows.delete_endpoint import delete_endpoint
 from flows.deploy_endpoint import deploy_endpoint
@@ -24,72 +20,14 @@ from tasks.endpoint_settings import (
 )
 from tasks.endpoints import list_endpoints
 from tasks.promotion import PromotionError, read_version
-from tasks.settings import Places
-from tasks.track_runs import connect
 from tasks.version_record import VersionRecord
-from tests.containers.control_plane import ControlPlane, steady_load
+from tests.containers.control_plane import steady_load
 from tests.containers.data_plane import wait_until
-from tests.flows.endpoint_world import ENDPOINT, EndpointWorld, copy_database
+from tests.flows.endpoint_world import ENDPOINT, EndpointWorld
 from tests.tasks.drafters_on_disk import REJECTED
 from tests.tasks.registered_versions import register_version
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def harness() -> Iterator[None]:
-    with prefect_test_harness(server_startup_timeout=120):
-        yield
-
-
-@pytest.fixture(scope="module")
-def moto() -> Iterator[str]:
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
-
-
-@pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("empty")
-    connect(Places(home=home)).search_experiments()
-    return home / "mlflow.db"
-
-
-@pytest.fixture
-def world(
-    tmp_path: Path, harness: None, moto: str, database: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[EndpointWorld]:
-    """A SageMaker and a registry of this test's own."""
-    home = tmp_path / "home"
-    copy_database(database, home)
-    plane = ControlPlane(home, moto)
-    for name, value in EndpointWorld.environment(home, plane, moto).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("FLEDGE_MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setattr("tasks.catalogue.CATALOGUE", home / "catalogue.yaml")
-    world = EndpointWorld(Places(), plane, moto)
-    world.prepare(home)
-    plane.start()
-    yield world
-    plane.close()
-
-
-@pytest.fixture
-def v1(world: EndpointWorld, tmp_path: Path) -> VersionRecord:
-    """A version in production."""
-    version = world.register(tmp_path, "a")
-    deploy_endpoint(world.settings(version))
-    return version
-
-
-@pytest.fixture
-def v2(world: EndpointWorld, v1: VersionRecord, tmp_path: Path) -> VersionRecord:
-    """Its approved successor."""
-    return world.register(tmp_path, "b")
 
 
 def test_a_version_is_created_moved_to_rolled_back_and_deleted(
