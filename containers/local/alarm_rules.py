@@ -71,6 +71,8 @@ def is_supported(alarm: Mapping[str, Any]) -> str | None:
         return "percentiles are not evaluated on this machine: moto keeps none"
     if alarm.get("Metrics"):
         return "metric math is not evaluated on this machine: name one metric and a Statistic"
+    if not alarm.get("Statistic"):
+        return "an alarm without Statistic is not evaluated on this machine"
     if alarm.get("ComparisonOperator") not in _COMPARISONS:
         return f"the comparison {alarm.get('ComparisonOperator')} is not evaluated on this machine"
     return None

@@ -39,18 +39,19 @@ class Alarms:
         self._clock = clock
         self._in_alarm: frozenset[str] = frozenset()
         self._ticked = asyncio.Condition()
-        self._reachable = True
+        self._works = True
 
     async def run(self, tick_s: float = TICK_S) -> None:
-        """Evaluate for ever. CloudWatch out of reach is logged once, and tried again."""
+        """Evaluate for ever. What stops it is logged once, and tried again: rollbacks hang on it."""
         while True:
             try:
                 await self.evaluate()
-                self._reachable = True
-            except (BotoCoreError, ClientError) as error:
-                if self._reachable:
-                    _log.warning("alarms are not evaluated, CloudWatch does not answer: %s", error)
-                self._reachable = False
+                self._works = True
+            except Exception as error:
+                if self._works:
+                    expected = isinstance(error, (BotoCoreError, ClientError))
+                    _log.warning("alarms are not evaluated: %s", error, exc_info=not expected)
+                self._works = False
             await asyncio.sleep(tick_s)
 
     async def evaluate(self) -> None:
@@ -72,10 +73,14 @@ class Alarms:
             return next((name for name in names if name in self._in_alarm), None)
 
     async def missing(self, names: Sequence[str]) -> list[str]:
-        """Which of these alarms CloudWatch does not know."""
+        """Which of these alarms CloudWatch does not know; none while it cannot be asked."""
         if not names:
             return []
-        answer = await asyncio.to_thread(self._cloudwatch.describe_alarms, AlarmNames=list(names))
+        try:
+            answer = await asyncio.to_thread(self._cloudwatch.describe_alarms, AlarmNames=list(names))
+        except (BotoCoreError, ClientError) as error:
+            _log.warning("alarms cannot be looked up: %s", error)
+            return []
         known = {alarm["AlarmName"] for alarm in answer["MetricAlarms"] + answer.get("CompositeAlarms", [])}
         return [name for name in names if name not in known]
 

@@ -35,6 +35,7 @@ class AlarmWatch(Protocol):
     """Where a deployment learns of alarms; `alarms.Alarms` is the real one."""
 
     async def wait_for_alarm(self, names: Sequence[str], timeout_s: float) -> str | None: ...
+    async def missing(self, names: Sequence[str]) -> list[str]: ...
 
 
 class RollBack(Exception):
@@ -215,8 +216,13 @@ class Deployments:
         """Wait out a stage; an alarm ends it at once.
 
         Raises:
-            RollBack: an alarm of the deployment is up.
+            RollBack: an alarm of the deployment is up, or is gone: nobody would notice then.
         """
+        if missing := await self._alarms.missing(rollout.alarms):
+            raise RollBack(
+                f"The deployment of endpoint config {self._deployment(name).config_name} was rolled back: "
+                f"CloudWatch alarms of its AutoRollbackConfiguration no longer exist: {', '.join(missing)}."
+            )
         remaining_s = max(0.0, self._deployment(name).stage_started_at + wait_s - time.time())
         if not rollout.alarms:
             await asyncio.sleep(remaining_s)

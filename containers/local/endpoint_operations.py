@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
+from containers.local.alarms import Alarms
 from containers.local.api_errors import already_exists, in_progress, limit_exceeded, not_found, validation
 from containers.local.arn import resource_arn
 from containers.local.deployment import Deployments, new_share
@@ -29,8 +30,11 @@ class EndpointOperations:
     """The operations on endpoints.
 
     Args:
-        resources: models, configs and tags.
-        missing_alarms: coroutine that names the alarms, of those given, that do not exist.
+        resources: finds configs and models, keeps tags.
+        deployments: brings about what is asked.
+        fleets: tells how many instances are in service.
+        alarms: knows which alarms exist.
+        faults: quotas that are used up on order.
     """
 
     def __init__(
@@ -39,7 +43,7 @@ class EndpointOperations:
         resources: ResourceOperations,
         deployments: Deployments,
         fleets: RunningFleets,
-        alarms: Any,
+        alarms: Alarms,
         faults: Faults,
     ) -> None:
         self._store = store

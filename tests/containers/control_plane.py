@@ -95,6 +95,23 @@ class ControlPlane:
         command = [sys.executable, "-m", "containers.local", "stop", "--home", str(self.home)]
         subprocess.run(command, cwd=ROOT, env=self.environment, check=True, capture_output=True)
 
+    def delete_everything(self) -> None:
+        """Back to a server that knows nothing, started if it was killed."""
+        assert self.process is not None
+        if self.process.poll() is not None:
+            self.start()
+        httpx.delete(f"{self.url}/_local/faults", trust_env=False).raise_for_status()
+        for endpoint in self.sagemaker.list_endpoints()["Endpoints"]:
+            self.settled(endpoint["EndpointName"])
+            self.sagemaker.delete_endpoint(EndpointName=endpoint["EndpointName"])
+        wait_until(lambda: not self.sagemaker.list_endpoints()["Endpoints"])
+        for config in self.sagemaker.list_endpoint_configs()["EndpointConfigs"]:
+            self.sagemaker.delete_endpoint_config(EndpointConfigName=config["EndpointConfigName"])
+        for model in self.sagemaker.list_models()["Models"]:
+            self.sagemaker.delete_model(ModelName=model["ModelName"])
+        alarms = self.cloudwatch.describe_alarms()["MetricAlarms"]
+        self.cloudwatch.delete_alarms(AlarmNames=[alarm["AlarmName"] for alarm in alarms])
+
     def instances(self) -> list[dict[str, Any]]:
         return list(httpx.get(f"{self.url}/_local/instances", trust_env=False).json())
 
