@@ -14,19 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from pydantic import BaseModel, ConfigDict, Field
 
-from containers.local.container_contract import (
-    ADDITIONAL_SOURCES_FOLDER,
-    MODEL_FOLDER,
-    ContainerCannotStart,
-    on_this_machine,
-    server_arguments,
-)
+from containers.local.bring_up import download_sources, start_instance
 from containers.local.faults import Faults
-from containers.local.instance import Instance, InstanceRecord, instance_environment
-from containers.local.machine import InsufficientCapacity, Machine
-from containers.local.model_data import DownloadFailed, download_model_data
+from containers.local.fleet_spec import FleetFailed, FleetSpec, not_healthy
+from containers.local.instance import Instance, end_strays, read_instances
+from containers.local.machine import InsufficientCapacity, Machine, insufficient_capacity
+
+__all__ = ["Fleet", "FleetFailed", "FleetSpec"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,43 +32,6 @@ FAILED_PINGS_UNHEALTHY = 5
 # Unhealthy for so many pings, it is replaced.
 FAILED_PINGS_REPLACED = 15
 _REPLACE_AGAIN_AFTER_S = 10.0
-
-
-class FleetSpec(BaseModel):
-    """What to launch."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    fleet_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Unique; names a folder.")
-    endpoint_name: str
-    config_name: str
-    variant_name: str
-    instance_type: str
-    instance_count: int = Field(ge=0)
-    image: str
-    environment: dict[str, str] = Field(description="The Model's container environment.")
-    model_data: str | None = Field(
-        default=None,
-        description="S3 URI of a prefix (ends in /) or of a .tar.gz object; becomes /opt/ml/model.",
-    )
-    additional_sources: dict[str, str] = Field(
-        default_factory=dict,
-        description="Channel name to S3 URI; becomes /opt/ml/additional-model-data-sources/CHANNEL.",
-    )
-    download_timeout_s: int = Field(gt=0, description="ModelDataDownloadTimeoutInSeconds.")
-    startup_timeout_s: int = Field(gt=0, description="ContainerStartupHealthCheckTimeoutInSeconds.")
-
-
-class FleetFailed(Exception):
-    """A fleet did not come into service.
-
-    Args:
-        reason: SageMaker's own words; becomes the endpoint's FailureReason.
-    """
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-        super().__init__(reason)
 
 
 class Fleet:
@@ -109,6 +67,10 @@ class Fleet:
         return self.folder / "opt-ml"
 
     @property
+    def _records(self) -> Path:
+        return self.folder / "instances"
+
+    @property
     def in_flight(self) -> int:
         """Requests that its instances are answering now."""
         return sum(instance.in_flight for instance in self._instances)
@@ -142,12 +104,13 @@ class Fleet:
             FleetFailed: no capacity, no model data, or an instance that did not become healthy in time. Nothing
                 of the fleet runs then.
         """
+        instance_ids = self._reserve(self._wanted - len(self._instances))
         try:
-            self._require_capacity()
-            await self._download()
-            await self._start(self._wanted - len(self._instances))
+            await download_sources(self.spec, self.machine, self.container_root)
+            self._start(instance_ids)
             await self._wait_until_healthy(self._instances)
         except BaseException:
+            self._release(instance_ids)
             await self._end(self._instances)
             raise
 
@@ -157,14 +120,14 @@ class Fleet:
         Returns:
             Whether any still runs. `watch` replaces those that do not.
         """
-        for path in sorted(self.folder.glob("instances/*.json")):
-            instance = Instance(InstanceRecord.model_validate_json(path.read_bytes()), path)
+        for instance in read_instances(self._records):
             if instance.is_alive():
                 self.machine.take_over(instance.instance_id, instance.record.port)
                 self._instances.append(instance)
             else:
                 instance.end_now()  # what its server left behind
-                path.unlink(missing_ok=True)
+                instance.record_path.unlink(missing_ok=True)
+        end_strays(self._records, self._instances)
         return bool(self._instances)
 
     async def scale(self, instance_count: int) -> None:
@@ -178,13 +141,7 @@ class Fleet:
             self._wanted = instance_count
             await self._retire(sorted(self._instances, key=lambda instance: instance.in_flight)[:surplus])
             return
-        started: list[Instance] = []
-        try:
-            started = await self._start(-surplus)
-            await self._wait_until_healthy(started)
-        except BaseException:
-            await self._end(started)
-            raise
+        await self._add(-surplus)
         self._wanted = instance_count
 
     async def stop(self, drain_s: float = 60.0, keep_files: bool = False) -> None:
@@ -243,69 +200,58 @@ class Fleet:
             for instance in self._instances
         ]
 
-    def _require_capacity(self) -> None:
+    def _reserve(self, count: int) -> list[str]:
+        """Memory for so many further instances; their ids.
+
+        Raises:
+            FleetFailed: there is none for all of them, or so it was ordered.
+        """
         if self.faults.take("capacity", self.spec.endpoint_name, self.spec.config_name) is not None:
-            raise FleetFailed(
-                "Unable to provision requested ML compute capacity due to InsufficientInstanceCapacity error. "
-                "Please retry using a different ML instance type or after some time."
-            )
-
-    async def _download(self) -> None:
-        """Every source into its folder, all within one time limit."""
-        sources = {MODEL_FOLDER: self.spec.model_data} if self.spec.model_data else {}
-        for channel, uri in self.spec.additional_sources.items():
-            sources[f"{ADDITIONAL_SOURCES_FOLDER}/{channel}"] = uri
-        deadline = time.monotonic() + self.spec.download_timeout_s
-        (self.container_root / MODEL_FOLDER).mkdir(parents=True, exist_ok=True)
+            raise FleetFailed(str(insufficient_capacity("ordered")))
+        instance_ids = [f"i-{uuid.uuid4().hex[:12]}" for _ in range(count)]
         try:
-            for place, uri in sources.items():
-                await download_model_data(self.machine, uri, self.container_root / place, deadline)
-        except DownloadFailed as error:
+            for instance_id in instance_ids:
+                self.machine.reserve(instance_id)
+        except InsufficientCapacity as error:
+            self._release(instance_ids)
             raise FleetFailed(str(error)) from error
+        return instance_ids
 
-    async def _start(self, count: int) -> list[Instance]:
+    def _release(self, instance_ids: Iterable[str]) -> None:
+        for instance_id in instance_ids:
+            self.machine.release(instance_id, None)
+
+    def _start(self, instance_ids: Iterable[str]) -> list[Instance]:
         """Start instances without waiting for them.
 
         Raises:
-            FleetFailed: no memory left, or the process cannot be started; those started are ended.
+            FleetFailed: one cannot be started.
         """
-        started: list[Instance] = []
-        try:
-            for _ in range(count):
-                started.append(self._start_one())
-        except FleetFailed:
-            await self._end(started)
-            raise
+        started = []
+        for instance_id in instance_ids:
+            if self._stopping:
+                raise FleetFailed("The fleet was stopped while it was being launched.")
+            instance = start_instance(
+                self.spec, self.machine, self.container_root, instance_id, self._records
+            )
+            self._instances.append(instance)
+            started.append(instance)
         return started
 
-    def _start_one(self) -> Instance:
-        if self._stopping:
-            raise FleetFailed("The fleet was stopped while it was being launched.")
-        instance_id = f"i-{uuid.uuid4().hex[:12]}"
-        spec, machine = self.spec, self.machine
-        port: int | None = None
+    async def _add(self, count: int) -> None:
+        """Bring further instances into service.
+
+        Raises:
+            FleetFailed: not all came; none of them is left.
+        """
+        instance_ids = self._reserve(count)
         try:
-            machine.reserve(instance_id)
-            port = machine.free_port()
-            arguments = server_arguments(spec.environment, self.container_root, port)
-            model_environment = {
-                name: on_this_machine(value, self.container_root) for name, value in spec.environment.items()
-            }
-            instance = Instance.start(
-                instance_id,
-                [str(machine.vllm_python), "-m", "vllm.entrypoints.openai.api_server", *arguments],
-                instance_environment(model_environment, machine.vllm_python),
-                port,
-                machine.log_path(spec.endpoint_name, spec.config_name, instance_id),
-                self.folder / "instances" / f"{instance_id}.json",
-            )
-        except (InsufficientCapacity, ContainerCannotStart, OSError) as error:
-            machine.release(instance_id, port)
-            if isinstance(error, InsufficientCapacity):
-                raise FleetFailed(str(error)) from error
-            raise FleetFailed(f"{self._not_healthy_words()} ({error})") from error
-        self._instances.append(instance)
-        return instance
+            await download_sources(self.spec, self.machine, self.container_root)
+            await self._wait_until_healthy(self._start(instance_ids))
+        except BaseException:
+            self._release(instance_ids)
+            await self._end([i for i in self._instances if i.instance_id in instance_ids])
+            raise
 
     async def _wait_until_healthy(self, instances: Iterable[Instance]) -> None:
         """Until each has answered a ping.
@@ -320,13 +266,13 @@ class Fleet:
         while waiting:
             for instance in list(waiting):
                 if not instance.is_alive():
-                    raise FleetFailed(self._not_healthy_words(instance, "its process ended"))
+                    raise not_healthy(self.spec, f"its process ended; see {instance.record.log_path}")
                 if time.monotonic() >= not_before and await self._ping(instance):
                     instance.put_in_service()
                     waiting.remove(instance)
             if waiting and time.monotonic() > deadline:
-                limit = f"no answer within {self.spec.startup_timeout_s} s"
-                raise FleetFailed(self._not_healthy_words(waiting[0], limit))
+                log = waiting[0].record.log_path
+                raise not_healthy(self.spec, f"no answer within {self.spec.startup_timeout_s} s; see {log}")
             if waiting:
                 await asyncio.sleep(PING_EVERY_S)
 
@@ -337,6 +283,8 @@ class Fleet:
 
     async def _check(self, instance: Instance) -> None:
         """One look at an instance: in service when it answers, out of it when it is dead or silent for long."""
+        if instance.state in ("draining", "ended"):
+            return
         if not instance.is_alive():
             instance.take_out_of_service()
         elif await self._ping(instance):
@@ -354,22 +302,15 @@ class Fleet:
 
     async def _replace(self) -> None:
         """Bring the fleet back to its number; after a failure wait a little before the next try."""
-        started: list[Instance] = []
         try:
-            await self._download()  # finished long ago, unless files were lost
-            started = await self._start(self._wanted - len(self._instances))
-            await self._wait_until_healthy(started)
+            await self._add(self._wanted - len(self._instances))
         except FleetFailed as error:
             logger.warning("%s: no replacement: %s", self.spec.fleet_id, error.reason)
             self._retry_at = time.monotonic() + _REPLACE_AGAIN_AFTER_S
-            await self._end(started)
-        except BaseException:
-            await self._end(started)
-            raise
 
     async def _retire(self, instances: list[Instance]) -> None:
         for instance in instances:
-            instance.take_out_of_service()
+            instance.state = "draining"
         await self._drain(instances, drain_s=60.0)
         await self._end(instances)
 
@@ -384,10 +325,3 @@ class Fleet:
         for instance in ending:
             self.machine.release(instance.instance_id, instance.record.port)
         self._instances = [instance for instance in self._instances if instance not in ending]
-
-    def _not_healthy_words(self, instance: Instance | None = None, detail: str = "") -> str:
-        words = (
-            f"The primary container for production variant {self.spec.variant_name} did not pass the ping health "
-            "check. Please check CloudWatch logs for this endpoint."
-        )
-        return f"{words} (On this machine: {detail}; see {instance.record.log_path}.)" if instance else words

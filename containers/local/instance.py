@@ -12,14 +12,14 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
 import httpx
 import psutil
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from drafter.config import ServerSettings
 from drafter.serving import vllm_environment
@@ -30,7 +30,7 @@ END_GRACE_S = 3.0
 _POLL_S = 0.1
 _NOT_FOR_CONTAINERS = ("AWS_", "FLEDGE_", "MLFLOW_", "PREFECT_", "SM_VLLM_")
 
-State = Literal["starting", "in_service", "unhealthy", "ended"]
+State = Literal["starting", "in_service", "unhealthy", "draining", "ended"]
 
 
 class InstanceRecord(BaseModel):
@@ -100,7 +100,11 @@ class Instance:
         )
         instance = cls(record, record_path)
         instance._process = process
-        instance._save()
+        try:
+            instance._save()
+        except OSError:
+            instance.end_now()  # nobody would find it again
+            raise
         return instance
 
     @property
@@ -135,7 +139,7 @@ class Instance:
             self._save()
 
     def take_out_of_service(self) -> None:
-        """No further requests until it is healthy again."""
+        """No further requests until it answers a ping again."""
         if self.state == "in_service":
             self.state = "unhealthy"
 
@@ -166,12 +170,49 @@ class Instance:
             return (
                 leader == self.record.process_identity
             )  # else the number, and the group, is another's by now
-        return any(_group_of(pid) == self.record.pid for pid in psutil.pids())
+        return any(_is_in_group(pid, self.record.pid) for pid in psutil.pids())
 
     def _save(self) -> None:
         temporary = self.record_path.with_suffix(".partial")
         temporary.write_text(self.record.model_dump_json(indent=1), encoding="utf-8")
         os.replace(temporary, self.record_path)
+
+
+def read_instances(folder: Path) -> Iterator[Instance]:
+    """The instances whose records lie in a folder. A record that cannot be read counts for nothing."""
+    for path in sorted(folder.glob("*.json")):
+        try:
+            record = InstanceRecord.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError):
+            continue
+        yield Instance(record, path)
+
+
+def end_strays(folder: Path, known: Iterable[Instance] = ()) -> int:
+    """End processes of instances of a folder that no record names: their server was killed before it wrote one.
+
+    They are known by their working directory, which is that folder.
+
+    Returns:
+        How many processes were ended.
+    """
+    groups = {instance.record.pid for instance in known}
+    strays = [pid for pid in psutil.pids() if _works_in(pid, folder) and not _is_in_any(pid, groups)]
+    for pid in strays:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    return len(strays)
+
+
+def _works_in(pid: int, folder: Path) -> bool:
+    try:
+        return psutil.Process(pid).cwd() == str(folder)
+    except (psutil.Error, OSError):
+        return False
+
+
+def _is_in_any(pid: int, groups: set[int]) -> bool:
+    return any(_is_in_group(pid, group) for group in groups)
 
 
 def instance_environment(model_environment: Mapping[str, str], vllm_python: Path) -> dict[str, str]:
@@ -207,9 +248,9 @@ def _process_identity(pid: int) -> str | None:
         return None
 
 
-def _group_of(pid: int) -> int | None:
-    """Process group of a process that still runs."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        group = os.getpgid(pid)
-        return group if _process_identity(pid) is not None else None
-    return None
+def _is_in_group(pid: int, group: int) -> bool:
+    """Whether a process that still runs is of this process group."""
+    try:
+        return os.getpgid(pid) == group and _process_identity(pid) is not None
+    except (ProcessLookupError, PermissionError):
+        return False

@@ -12,7 +12,7 @@ import boto3
 import psutil
 from botocore.config import Config
 
-from containers.local.instance import Instance, InstanceRecord
+from containers.local.instance import end_strays, read_instances
 
 HOST = "127.0.0.1"
 DEFAULT_INSTANCE_MEMORY_GB = 4.5
@@ -79,12 +79,12 @@ class Machine:
                 return
             needed = self.reserved_gb + self.instance_memory_gb
             if needed > self.memory_gb:
-                raise _insufficient(
+                raise insufficient_capacity(
                     f"{needed:.1f} GiB needed for {len(self._reserved) + 1} instances of "
                     f"{self.instance_memory_gb:.1f}, {self.memory_gb:.1f} GiB allowed"
                 )
             if self._watches_free_memory and (free := _free_memory_gb()) < self.instance_memory_gb:
-                raise _insufficient(f"{self.instance_memory_gb:.1f} GiB needed, {free:.1f} GiB free")
+                raise insufficient_capacity(f"{self.instance_memory_gb:.1f} GiB needed, {free:.1f} GiB free")
             self._reserved.add(instance_id)
 
     def take_over(self, instance_id: str, port: int) -> None:
@@ -127,18 +127,20 @@ def end_instances(home: Path) -> int:
         How many instances still had a process.
     """
     ended = 0
-    for path in sorted(home.absolute().glob("fleets/*/instances/*.json")):
-        instance = Instance(InstanceRecord.model_validate_json(path.read_bytes()), path)
-        ended += instance.has_processes()
-        instance.end_now()
-        path.unlink(missing_ok=True)
+    for folder in sorted(home.absolute().glob("fleets/*/instances")):
+        for instance in read_instances(folder):
+            ended += instance.has_processes()
+            instance.end_now()
+            instance.record_path.unlink(missing_ok=True)
+        ended += end_strays(folder)
     return ended
 
 
-def _insufficient(numbers: str) -> InsufficientCapacity:
+def insufficient_capacity(detail: str) -> InsufficientCapacity:
+    """SageMaker's words, and what is known here."""
     return InsufficientCapacity(
         "Unable to provision requested ML compute capacity due to InsufficientInstanceCapacity error. Please retry "
-        f"using a different ML instance type or after some time. (This machine: {numbers}.)"
+        f"using a different ML instance type or after some time. (On this machine: {detail}.)"
     )
 
 

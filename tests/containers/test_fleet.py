@@ -276,6 +276,30 @@ def test_end_instances_ends_what_a_killed_server_left_behind(plane: DataPlane) -
     assert not plane.fleet(fleet_spec()).adopt()
 
 
+def test_a_process_whose_server_was_killed_before_it_wrote_its_record_is_ended(plane: DataPlane) -> None:
+    spec = fleet_spec()
+    (started,) = start_server_and_kill_it(plane.machine.home, spec)
+    for record in (plane.machine.fleet_folder(spec.fleet_id) / "instances").glob("*.json"):
+        record.unlink()
+    assert not plane.fleet(spec).adopt()
+    wait_until(lambda: not is_running(started))
+
+
+def test_an_instance_that_is_drained_gets_no_request_though_it_answers_pings(plane: DataPlane) -> None:
+    fleet = plane.launched(instance_count=2)
+    watching = plane.start(fleet.watch())
+    busy, free = fleet.in_service_instances()
+    busy.in_flight = free.in_flight = 1
+    scaling = plane.start(fleet.scale(1))
+    wait_until(lambda: len(fleet.in_service_instances()) == 1)
+    time.sleep(1.5)  # a look or two of watch
+    assert len(fleet.in_service_instances()) == 1
+    busy.in_flight = free.in_flight = 0
+    scaling.result(30)
+    assert len(pids(fleet)) == 1
+    watching.cancel()
+
+
 def test_a_process_that_only_has_the_number_of_an_instance_is_left_alone(tmp_path: Path) -> None:
     stranger = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     try:
