@@ -1,7 +1,7 @@
 # make demo    a drafter trained, measured and judged on this machine, from nothing
 # make test    every test
 # make check   formatting, lint, types, import contracts
-# make up      Prefect, MLflow and a worker on this machine, for the run form in the browser
+# make up      Prefect, MLflow, a worker, and SageMaker on this machine: run form, approvals, endpoints
 # make setup   the two environments; the others call it
 # make lock    rewrite both lock files from the environments as they are
 # make clean   remove what runs wrote (.fledge), not the environments

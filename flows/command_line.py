@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import astuple
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -154,7 +155,7 @@ def run_up(settings: UpSettings) -> None:
 def run_doctor(settings: DoctorSettings) -> Any:
     from tasks.check_machine import check_machine
 
-    return check_machine(Places(), settings.target, UpSettings().ports())
+    return check_machine(Places(), settings.target, astuple(UpSettings().ports()))
 
 
 def exit_code_of_doctor(checks: Any) -> int:

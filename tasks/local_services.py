@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TextIO
 
 import yaml
 
@@ -38,6 +39,7 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _PORTS_COME_FREE_S = process_guard.GRACE_S + 7
 _LEAST_LIFE_S = 20.0
 _END_OF_INSTANCES_S = 60
+_REGISTRATION_S = 300
 
 
 @dataclass
@@ -229,11 +231,11 @@ def _end_instances(places: Places, environment: dict[str, str]) -> None:
     """End what SageMaker left running when it was killed rather than stopped."""
     home = str(places.home.resolve())
     command = [sys.executable, "-m", "containers.local", "stop", "--home", home]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=_END_OF_INSTANCES_S
-    )
-    if done.returncode:
-        print(f"instances of endpoints may still run:\n{done.stdout}{done.stderr}", file=sys.stderr)
+    log = places.home / "logs" / "sagemaker.log"
+    with open(log, "a", encoding="utf-8") as handle:
+        code = _run_within(command, environment, handle, _END_OF_INSTANCES_S)
+    if code:
+        print(f"instances of endpoints may still run: see {log}", file=sys.stderr)
 
 
 def work_pool() -> str:
@@ -248,17 +250,28 @@ def _register_deployments(environment: dict[str, str], log: Path) -> None:
         [*prefect, "work-pool", "create", work_pool(), "--type", "process", "--overwrite"],
         [*prefect, "deploy", "--all"],
     ):
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=120
-        )
         with open(log, "a", encoding="utf-8") as handle:
-            handle.write(done.stdout + done.stderr)
-        if done.returncode:
+            before = handle.tell()
+            code = _run_within(command, environment, handle, _REGISTRATION_S)
+        if code:
+            said = log.read_bytes()[before:].decode(errors="replace").strip()
             raise ServerError(
-                f"`{' '.join(command[2:])}` failed:\n" + (done.stdout + done.stderr).strip()[-1500:],
+                f"`{' '.join(command[2:])}` failed:\n{said[-1500:]}",
                 f"the deployments of {DEPLOYMENTS} to be registered",
                 f"correct {DEPLOYMENTS}; the whole output is in {log}",
             )
+
+
+def _run_within(command: list[str], environment: dict[str, str], log: TextIO, limit_s: float) -> int:
+    """Run to the end, into a log, and return the exit code."""
+    try:
+        done = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=limit_s
+        )
+    except subprocess.TimeoutExpired:
+        log.write(f"\nended after {limit_s:.0f} s\n")
+        return 124
+    return done.returncode
 
 
 def _ports_used(places: Places, ports: Ports) -> tuple[int, ...]:
