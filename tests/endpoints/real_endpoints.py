@@ -1,0 +1,118 @@
+"""What tests of real endpoints do: make versions of a drafter, promote them, look at what serves."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import boto3
+import torch
+from safetensors.torch import load_file, save_file
+
+from drafter.provenance import FILE_NAME, WEIGHTS_NAME, digest_of_drafter, digests_of, read_provenance
+from flows.promote_drafter import promote_drafter
+from tasks.endpoint_settings import AlarmSettings, DeploySettings, ProbeSettings, RolloutSettings
+from tasks.promote_settings import ApprovalAnswer, PromoteSettings
+from tasks.promotion import champion
+from tasks.settings import Places
+from tasks.version_record import VersionRecord
+from tests.containers.control_plane import ControlPlane
+from tests.endpoints.load import PROMPTS, SteadyLoad
+from tests.tasks.registered_versions import register_version
+
+ENDPOINT = "birds"
+CATALOGUE_ENTRY: dict[str, Any] = {
+    "title": "Tiny",
+    "jumpstart_id": None,
+    "hugging_face_id": None,
+    "target": "targets/tiny",
+    "num_layers": None,
+    "hidden_size": None,
+    "vocab_size": None,
+    "auxiliary_layers": None,
+    "mask_token_id": None,
+    "published_head": None,
+    "num_speculative_tokens": 3,
+    "image": "fledge/vllm-cpu:0.32.0",
+    "instance_types": ["ml.m5.xlarge"],
+    "model_download_timeout_s": 60,
+    "startup_timeout_s": 180,
+    "network_isolation": True,
+    "environment": {
+        "SM_VLLM_DTYPE": "float32",
+        "SM_VLLM_MAX_MODEL_LEN": "256",
+        "SM_VLLM_MAX_NUM_SEQS": "8",
+        "SM_VLLM_ENFORCE_EAGER": "true",
+    },
+    "local": True,
+}
+
+
+class RealEndpoints:
+    """An installation, and drafters that differ in a way that shows or does not.
+
+    Args:
+        drafter: a trained drafter of the catalogue's target.
+    """
+
+    def __init__(self, places: Places, plane: ControlPlane, drafter: Path) -> None:
+        self.places = places
+        self.plane = plane
+        self.s3 = boto3.client("s3")
+        self._drafter = drafter
+
+    def register(self, name: str, scrambled: bool = False) -> VersionRecord:
+        """A version that the gate let through.
+
+        Args:
+            name: one letter.
+            scrambled: its weights are in disorder: it loads, and guesses nothing right.
+        """
+        folder = self.places.home / "made" / f"drafter-{name}"
+        shutil.copytree(self._drafter, folder)
+        tensors = load_file(folder / WEIGHTS_NAME)
+        generator = torch.Generator().manual_seed(ord(name))
+        for key, tensor in tensors.items():
+            if scrambled and tensor.is_floating_point():
+                order = torch.randperm(tensor.numel(), generator=generator)
+                tensors[key] = tensor.flatten()[order].view(tensor.shape)
+            elif key == "norm.weight":
+                tensor[0] += 1e-3 * ord(name)  # another file, the same guesses
+        save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+        files = digests_of(folder)
+        provenance = read_provenance(folder)
+        record = provenance.drafter.model_copy(
+            update={"path": str(folder), "digest": digest_of_drafter(files)}
+        )
+        provenance.model_copy(update={"drafter": record, "files": files}).save(folder / FILE_NAME)
+        return register_version(self.places, folder.parent, name)
+
+    def promote(self, version: VersionRecord, **changes: Any) -> Any:
+        """Approved by alice, and deployed with a quick canary."""
+        deployment = {
+            "endpoint_name": ENDPOINT,
+            "model": "tiny",
+            "rollout": RolloutSettings(percent=30, wait_s=40, termination_wait_s=5, max_execution_s=900),
+            # Judged on whole periods of 10 s, the fastest there are. Beside another fleet that starts, latency on
+            # a small machine says nothing about a drafter.
+            "alarms": AlarmSettings(period_s=10, evaluation_periods=2, datapoints=2, max_latency_ratio=None),
+            "probe": ProbeSettings(prompts=PROMPTS, max_tokens=32, interval_s=1.0, num_smoke=2),
+            **changes,
+        }
+        answer = ApprovalAnswer(decision="approve", approver="alice", reason="measured better")
+        return promote_drafter(
+            PromoteSettings(
+                version=version.version, deployment=DeploySettings.model_validate(deployment), answer=answer
+            )
+        )
+
+    def load(self, **changes: Any) -> SteadyLoad:
+        return SteadyLoad(self.plane.url, ENDPOINT, **changes)
+
+    def champion(self) -> str | None:
+        found = champion()
+        return found.version if found else None
+
+    def config_name(self) -> str:
+        return str(self.plane.describe(ENDPOINT)["EndpointConfigName"])

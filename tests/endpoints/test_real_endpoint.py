@@ -1,0 +1,135 @@
+"""A drafter's way into production and out of it again, with the real vLLM and a client that never stops asking."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from flows.roll_back_endpoint import roll_back_endpoint
+from tasks.endpoint_settings import EndpointRolledBack, RollBackSettings
+from tasks.promotion import read_version
+from tasks.version_record import VersionRecord
+from tests.containers.control_plane import is_alive
+from tests.endpoints.load import SteadyLoad
+from tests.endpoints.real_endpoints import ENDPOINT, RealEndpoints
+
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(900)]
+ROLLED_BACK_WITHIN_S = 60
+
+
+@pytest.fixture(scope="module")
+def first(endpoints: RealEndpoints) -> VersionRecord:
+    """A version in production."""
+    version = endpoints.register("a")
+    endpoints.promote(version)
+    return version
+
+
+@pytest.fixture(scope="module")
+def second(endpoints: RealEndpoints, first: VersionRecord) -> VersionRecord:
+    """Its successor, not deployed yet."""
+    return endpoints.register("b")
+
+
+@contextmanager
+def crashing(
+    endpoints: RealEndpoints, load: SteadyLoad, version: VersionRecord, after_s: float = 5
+) -> Iterator[list[float]]:
+    """Kill every instance of a version some seconds after it has begun to answer; yields the times."""
+    crashes: list[float] = []
+    ended = threading.Event()
+
+    def crash() -> None:
+        while not ended.wait(0.5):
+            answers = [one.sent_at for one in load.answers if one.served_name == version.served_name]
+            if not answers or time.monotonic() < answers[0] + after_s:
+                continue
+            for row in endpoints.plane.instances():
+                if f"-v{version.version}-" in row["config_name"] and row["state"] == "in_service":
+                    crashes.append(time.monotonic())
+                    os.killpg(os.getpgid(row["pid"]), signal.SIGKILL)
+
+    thread = threading.Thread(target=crash)
+    thread.start()
+    yield crashes
+    ended.set()
+    thread.join()
+
+
+def test_a_canary_takes_over_and_no_request_fails(
+    endpoints: RealEndpoints, first: VersionRecord, second: VersionRecord
+) -> None:
+    old_instances = endpoints.plane.pids(endpoints.config_name())
+    with endpoints.load() as load:
+        promoted = endpoints.promote(second)
+        moved_at = time.monotonic()
+        time.sleep(3)
+    assert not load.failed
+    assert {one.streamed for one in load.answers} == {True, False}
+    canary = [one for one in load.answers if one.served_name == second.served_name]
+    baking = load.shares(canary[0].sent_at, canary[0].sent_at + 38)
+    assert baking[second.served_name] == pytest.approx(0.3, abs=0.1)
+    assert load.shares(moved_at, moved_at + 3) == {second.served_name: 1.0}
+    assert not any(is_alive(pid) for pid in old_instances)
+    assert endpoints.champion() == second.version
+    assert promoted.endpoint.version == second.version
+    # Measured by the flow's own chats with the new fleet: the drafter drafts.
+    assert promoted.endpoint.acceptance_length > 1.3
+
+
+def test_a_scrambled_drafter_is_taken_back_by_its_acceptance(
+    endpoints: RealEndpoints, second: VersionRecord
+) -> None:
+    bad = endpoints.register("c", scrambled=True)
+    before = endpoints.config_name()
+    with endpoints.load() as load, pytest.raises(EndpointRolledBack, match="acceptance length"):
+        endpoints.promote(bad)
+    assert not load.failed
+    assert endpoints.config_name() == before
+    assert endpoints.champion() == second.version
+    assert "acceptance length" in (read_version(bad.version).rollback_reason or "")
+    on_canary = [one.sent_at for one in load.answers if one.served_name == bad.served_name]
+    # Two periods of 10 s judge; from the first bad answer to the last takes no longer than that and a minute.
+    assert on_canary[-1] - on_canary[0] < 20 + ROLLED_BACK_WITHIN_S
+
+
+def test_a_server_that_crashes_costs_at_most_what_it_was_answering(
+    endpoints: RealEndpoints, second: VersionRecord
+) -> None:
+    bad = endpoints.register("d")
+    before = endpoints.config_name()
+    with (
+        endpoints.load() as load,
+        crashing(endpoints, load, bad) as crashes,
+        pytest.raises(EndpointRolledBack, match=r"failed calls|5xx"),
+    ):
+        endpoints.promote(bad)
+    assert crashes
+    in_flight = [one for one in load.answers if any(one.sent_at <= at <= one.ended_at for at in crashes)]
+    assert set(load.failed) <= set(in_flight)
+    assert all("ModelError" in (one.error or "") or one.streamed for one in load.failed), load.failed
+    assert endpoints.config_name() == before
+    assert endpoints.champion() == second.version
+    with endpoints.load() as again:
+        time.sleep(2)
+    assert again.answers
+    assert not again.failed
+
+
+def test_a_person_takes_the_endpoint_back(
+    endpoints: RealEndpoints, first: VersionRecord, second: VersionRecord
+) -> None:
+    with endpoints.load() as load:
+        back = roll_back_endpoint(RollBackSettings(endpoint_name=ENDPOINT, reason="it was a Tuesday"))
+        moved_at = time.monotonic()
+        time.sleep(3)
+    assert not load.failed
+    assert back.version == first.version == endpoints.champion()
+    assert load.shares(moved_at, moved_at + 3) == {first.served_name: 1.0}
+    assert read_version(second.version).rollback_reason == "it was a Tuesday"
