@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from datetime import datetime
 
+from tasks.catalogue import find_entry
 from tasks.endpoint_settings import DeploySettings
 from tasks.settings import Places
 from tasks.version_record import MeasuredAcceptance, MeasuredSpeed, VersionRecord
 
 
 def approval_text(version: VersionRecord, deployment: DeploySettings | None, expires_at: datetime) -> str:
-    """Markdown for the form of one version."""
+    """Markdown for the form of one version.
+
+    Raises:
+        EndpointError: the model to deploy is not in the catalogue.
+    """
     parts = [
         f"# Put `{version.uri}` into production?",
         _champion_line(version),
@@ -81,18 +86,20 @@ def _plain(one: MeasuredSpeed | None) -> str:
 def _what_follows(version: VersionRecord, deployment: DeploySettings | None) -> str:
     if deployment is None:
         return "The approval is recorded and nothing is deployed; `deploy-endpoint` may follow at any time."
-    rollout = deployment.rollout
+    entry, rollout = find_entry(deployment.model), deployment.rollout
     k = deployment.chosen_num_speculative_tokens or version.num_speculative_tokens
+    machine = deployment.instance_type or entry.instance_types[0]
+    count = deployment.instance_count or entry.instance_count
+    price = entry.usd_per_hour(machine, Places().region)
+    costs = "price unknown" if price is None else f"${price * count:.2f} an hour"
     moves = {
         "canary": f"{rollout.percent} % of the traffic first, the rest after {rollout.wait_s} s without an alarm",
         "linear": f"in steps of {rollout.percent} %, {rollout.wait_s} s apart, as long as no alarm goes off",
         "all_at_once": f"all traffic at once, watched for {rollout.wait_s} s",
     }[rollout.kind]
-    machine = deployment.instance_type or "the catalogue's instance type"
-    count = f"{deployment.instance_count} x " if deployment.instance_count else ""
     return "\n".join(
         [
-            f"- endpoint `{deployment.endpoint_name}`, model `{deployment.model}`, on {count}{machine}",
+            f"- endpoint `{deployment.endpoint_name}`, model `{deployment.model}`, on {count} x {machine}, {costs}",
             f"- K={k}, drafted in parallel",
             f"- where the endpoint serves already: {moves}",
             "- once it has taken all traffic, this version becomes `champion`",
