@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import Page, sync_playwright
 
 from tasks.local_environment import Ports, service_environment
 from tasks.local_services import running_services
@@ -24,6 +27,16 @@ from tests.flows.tiny_run import tiny_settings, write_conversations
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / ".fledge/targets/smollm2-135m-instruct"
+
+CHROMIUM_ARGUMENTS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
 
 
 def free_port() -> int:
@@ -131,3 +144,21 @@ def v1(world: EndpointWorld, tmp_path: Path) -> VersionRecord:
 def v2(world: EndpointWorld, v1: VersionRecord, tmp_path: Path) -> VersionRecord:
     """Its approved successor."""
     return world.register(tmp_path, "b")
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    """A page of the system's Chromium."""
+    executable = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
+    assert executable, "no Chromium: apt-get install chromium"
+    with tempfile.TemporaryDirectory() as profile, sync_playwright() as playwright:
+        context = playwright.chromium.launch_persistent_context(
+            profile,
+            executable_path=executable,
+            args=list(CHROMIUM_ARGUMENTS),
+            viewport={"width": 1400, "height": 1100},
+        )
+        yield context.new_page()
+        context.close()

@@ -3,50 +3,20 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Page, expect
 
 from tasks.run_records import load_run
 from tests.flows.installation import Installation, Kills
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 
-CHROMIUM_ARGUMENTS = (
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
 RUN_TIMEOUT_S = 240
-
-
-@pytest.fixture
-def page() -> Iterator[Page]:
-    """A page of the system's Chromium."""
-    executable = next(
-        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-    )
-    assert executable, "no Chromium: apt-get install chromium"
-    with tempfile.TemporaryDirectory() as profile, sync_playwright() as playwright:
-        context = playwright.chromium.launch_persistent_context(
-            profile,
-            executable_path=executable,
-            args=list(CHROMIUM_ARGUMENTS),
-            viewport={"width": 1400, "height": 1100},
-        )
-        yield context.new_page()
-        context.close()
 
 
 class Prefect:
