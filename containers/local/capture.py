@@ -65,6 +65,7 @@ class CaptureWriter:
         self._random = random.Random()
         self._lines: dict[_Destination, list[str]] = {}
         self._is_reachable = True
+        self._flushing = asyncio.Lock()
 
     def wants(self, route: Route) -> bool:
         """Whether this invocation is one of the share to capture. Ask once an invocation."""
@@ -77,9 +78,8 @@ class CaptureWriter:
         """Take an invocation that `wants` chose; the next flush writes it."""
         assert route.capture is not None, "wants() said yes"
         key = (route.capture["DestinationS3Uri"], captured.endpoint_name, route.variant_name)
-        lines = self._lines.setdefault(key, [])
-        lines.append(json.dumps(_line(route.capture, captured), ensure_ascii=False))
-        del lines[:-_LINES_KEPT_WHILE_UNREACHABLE]
+        line = json.dumps(_line(route.capture, captured), ensure_ascii=False)
+        self._lines.setdefault(key, []).append(line)
 
     async def run(self) -> None:
         """For ever: write what came in; the rest on being cancelled."""
@@ -92,20 +92,28 @@ class CaptureWriter:
 
     async def flush(self) -> None:
         """Write what was collected. What cannot be written is kept, the newest of it, and tried again."""
-        for destination in list(self._lines):
-            while lines := self._lines.get(destination):
-                batch = lines[:_MOST_LINES_IN_ONE_OBJECT]
-                try:
-                    await asyncio.to_thread(self._put, destination, batch)
-                except (BotoCoreError, ClientError) as error:
-                    if self._is_reachable:
-                        logger.warning("no data capture to %s: %s", destination[0], error)
-                    self._is_reachable = False
-                    break
-                self._is_reachable = True
-                del lines[: len(batch)]
-            if not self._lines[destination]:
-                del self._lines[destination]
+        async with self._flushing:
+            for destination in list(self._lines):
+                await self._flush_to(destination)
+
+    async def _flush_to(self, destination: _Destination) -> None:
+        while lines := self._lines.get(destination):
+            # Taken out first: a cancellation meanwhile does not stop the thread that writes it.
+            batch, self._lines[destination] = (
+                lines[:_MOST_LINES_IN_ONE_OBJECT],
+                lines[_MOST_LINES_IN_ONE_OBJECT:],
+            )
+            try:
+                await asyncio.to_thread(self._put, destination, batch)
+            except (BotoCoreError, ClientError) as error:
+                if self._is_reachable:
+                    logger.warning("no data capture to %s: %s", destination[0], error)
+                self._is_reachable = False
+                newest = batch + self._lines.get(destination, [])
+                self._lines[destination] = newest[-_LINES_KEPT_WHILE_UNREACHABLE:]
+                return
+            self._is_reachable = True
+        self._lines.pop(destination, None)
 
     def _put(self, destination: _Destination, lines: list[str]) -> None:
         if self._s3 is None:

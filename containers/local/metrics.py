@@ -67,6 +67,7 @@ class Metrics:
         self._collected: dict[_Key, _Statistics] = {}
         self._unsent: list[dict[str, Any]] = []
         self._is_reachable = True
+        self._flushing = asyncio.Lock()
 
     def record(
         self,
@@ -113,6 +114,10 @@ class Metrics:
 
     async def flush(self) -> None:
         """Publish what was collected. While CloudWatch cannot be reached it is kept, the newest of it."""
+        async with self._flushing:
+            await self._flush()
+
+    async def _flush(self) -> None:
         collected, self._collected = self._collected, {}
         now = datetime.now(UTC)
         data = self._unsent
@@ -120,16 +125,17 @@ class Metrics:
             data += _data_of(key, statistics, now)
         self._unsent = data[-_KEPT_WHILE_UNREACHABLE:]
         while self._unsent:
-            batch = self._unsent[:_MOST_IN_ONE_CALL]
+            # Taken out first: a cancellation meanwhile does not stop the thread that sends it.
+            batch, self._unsent = self._unsent[:_MOST_IN_ONE_CALL], self._unsent[_MOST_IN_ONE_CALL:]
             try:
                 await asyncio.to_thread(self._put, batch)
             except (BotoCoreError, ClientError) as error:
                 if self._is_reachable:
                     logger.warning("CloudWatch takes no metrics: %s", error)
                 self._is_reachable = False
+                self._unsent = batch + self._unsent
                 return
             self._is_reachable = True
-            self._unsent = self._unsent[len(batch) :]
 
     def _put(self, data: list[dict[str, Any]]) -> None:
         if self._cloudwatch is None:

@@ -151,6 +151,7 @@ class Router:
         # then nobody knows whether it saw the request. On loopback a new one costs next to nothing.
         self._client = httpx.AsyncClient(
             trust_env=False,
+            headers={"Accept-Encoding": "identity"},  # a stream's pieces go out as they come in
             timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )

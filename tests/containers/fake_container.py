@@ -12,7 +12,8 @@ its environment to misbehave:
     FAKE_STATUS=500           /invocations answers with this status
     FAKE_ACCEPTANCE_LENGTH=2.5
 
-A request may say `"fake_latency_s": 1.5` for itself, or `"fake_exit": true` to kill the process while it answers.
+A request may say `"fake_latency_s": 1.5` or `"fake_acceptance_length": 1.1` for itself, or `"fake_exit": true` to
+kill the process while it answers.
 `write_fake_python` makes an executable to name in FLEDGE_VLLM_PYTHON in place of the Python that has vLLM.
 """
 
@@ -78,9 +79,10 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(latency_s)
             if request.get("fake_exit"):
                 os._exit(1)
-            self._answer(200, self._completion())
+            self._answer(200, self._completion(request))
 
-    def _completion(self) -> dict[str, Any]:
+    def _completion(self, request: dict[str, Any]) -> dict[str, Any]:
+        acceptance_length = request.get("fake_acceptance_length", _number("FAKE_ACCEPTANCE_LENGTH", 2.0))
         message = {"role": "assistant", "content": "".join(WORDS)}
         return {
             "id": "chatcmpl-fake",
@@ -90,7 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
             "usage": {"prompt_tokens": 5, "completion_tokens": len(WORDS), "total_tokens": 5 + len(WORDS)},
             "metrics": {
                 "speculative_decoding": {
-                    "mean_acceptance_length": _number("FAKE_ACCEPTANCE_LENGTH", 2.0),
+                    "mean_acceptance_length": acceptance_length,
                     "num_spec_steps": 3,
                 }
             },
@@ -109,7 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
             event = {"object": "chat.completion.chunk", "model": self._model(), "choices": [choice]}
             self._chunk(f"data: {json.dumps(event)}\n\n")
         if (request.get("stream_options") or {}).get("include_usage"):
-            completion = self._completion()
+            completion = self._completion(request)
             last = {name: completion[name] for name in ("model", "usage", "metrics")}
             self._chunk(f"data: {json.dumps({'object': 'chat.completion.chunk', 'choices': [], **last})}\n\n")
         self._chunk("data: [DONE]\n\n")
