@@ -58,11 +58,16 @@ def wait_for_canary(plane: ControlPlane) -> None:
     wait_until(is_baking, timeout_s=60)
 
 
+def pending_weight(plane: ControlPlane) -> float:
+    pending = plane.describe(ENDPOINT)["PendingDeploymentSummary"]
+    return float(pending["ProductionVariants"][0]["CurrentWeight"])
+
+
 def test_canary_takes_its_share_then_everything_and_no_request_fails(plane: ControlPlane) -> None:
     old_pids = plane.pids(V1)
     plane.create_config(V2)
     with steady_load(plane, ENDPOINT) as seen:
-        update(plane, V2, canary(percent=20, wait_s=6, TerminationWaitInSeconds=3))
+        update(plane, V2, canary(percent=20, wait_s=15, TerminationWaitInSeconds=3))
         assert refusal(plane.sagemaker.update_endpoint, EndpointName=ENDPOINT, EndpointConfigName=V2) == (
             "ValidationException",
             'Cannot update in-progress endpoint "arn:aws:sagemaker:us-east-1:123456789012:endpoint/fledge".',
@@ -72,7 +77,9 @@ def test_canary_takes_its_share_then_everything_and_no_request_fails(plane: Cont
         )
         wait_for_canary(plane)
         during = plane.describe(ENDPOINT)
-        assert abs(plane.share(ENDPOINT, V2) - 0.2) <= 0.1
+        share = plane.share(ENDPOINT, V2, 60)
+        assert pending_weight(plane) == pytest.approx(0.2), "measured into the next step"
+        assert abs(share - 0.2) <= 0.1
         after = plane.settled(ENDPOINT)
         assert plane.share(ENDPOINT, V2, 20) == 1.0
 
@@ -85,7 +92,7 @@ def test_canary_takes_its_share_then_everything_and_no_request_fails(plane: Cont
     assert after["EndpointConfigName"] == V2
     assert "PendingDeploymentSummary" not in after
     assert "FailureReason" not in after
-    assert after["LastDeploymentConfig"] == canary(percent=20, wait_s=6, TerminationWaitInSeconds=3)
+    assert after["LastDeploymentConfig"] == canary(percent=20, wait_s=15, TerminationWaitInSeconds=3)
     assert [answer for answer in seen if answer not in (V1, V2)] == []
     assert not any(is_alive(pid) for pid in old_pids)
 
