@@ -22,7 +22,6 @@ from tasks.promotion import read_version
 from tasks.roll_back import BACK_FROM_TAG, BACK_TO_TAG
 from tasks.version_record import VersionRecord
 from tests.flows.endpoint_world import ENDPOINT, EndpointWorld
-from tests.flows.test_deploy_endpoint import database, harness, moto, v1, world  # noqa: F401 - fixtures
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -40,7 +39,7 @@ PATIENCE_S = 240
 class Load:
     """A client that asks all the time; what it asks about decides how much of the guesses is accepted."""
 
-    def __init__(self, world: EndpointWorld) -> None:  # noqa: F811
+    def __init__(self, world: EndpointWorld) -> None:
         self.acceptance_length = 1.86
         self.failures: list[str] = []
         self.num_answered = 0
@@ -101,7 +100,7 @@ def stale_events() -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def v2(world: EndpointWorld, v1: VersionRecord, tmp_path: Any) -> VersionRecord:  # noqa: F811
+def v2(world: EndpointWorld, v1: VersionRecord, tmp_path: Any) -> VersionRecord:
     """The successor in production, its traffic captured."""
     version = world.register(tmp_path, "b")
     deploy_endpoint(world.settings(version, capture=CaptureSettings()))
@@ -109,8 +108,8 @@ def v2(world: EndpointWorld, v1: VersionRecord, tmp_path: Any) -> VersionRecord:
 
 
 def test_traffic_of_another_domain_takes_the_endpoint_back_once_and_asks_for_a_retrain(
-    world: EndpointWorld,  # noqa: F811
-    v1: VersionRecord,  # noqa: F811
+    world: EndpointWorld,
+    v1: VersionRecord,
     v2: VersionRecord,
 ) -> None:
     assert world.champion() == "2"
@@ -149,7 +148,7 @@ def test_traffic_of_another_domain_takes_the_endpoint_back_once_and_asks_for_a_r
     assert events[0]["resource"]["prefect.resource.id"] == f"fledge.drafter.{v2.name}.2"
 
 
-def test_a_rollback_that_was_interrupted_is_completed(world: EndpointWorld, v2: VersionRecord) -> None:  # noqa: F811
+def test_a_rollback_that_was_interrupted_is_completed(world: EndpointWorld, v2: VersionRecord) -> None:
     aws = connect_aws(world.places)
     endpoint = require_endpoint(aws, ENDPOINT)
     way = {BACK_FROM_TAG: endpoint.config_name, BACK_TO_TAG: endpoint.previous_config_name or ""}
@@ -162,7 +161,7 @@ def test_a_rollback_that_was_interrupted_is_completed(world: EndpointWorld, v2: 
     assert world.config_name() == way[BACK_TO_TAG]
 
 
-def test_only_looking_changes_nothing(world: EndpointWorld, v2: VersionRecord) -> None:  # noqa: F811
+def test_only_looking_changes_nothing(world: EndpointWorld, v2: VersionRecord) -> None:
     looking = SETTINGS.model_copy(update={"act": False})
     with Load(world).running() as load:
         load.acceptance_length = 1.0
