@@ -27,7 +27,7 @@ from tasks.endpoint_settings import (
 from tasks.endpoints import describe_endpoint
 from tasks.find_drafters import fetch_drafter
 from tasks.logs import flow_logger, quiet_user_errors
-from tasks.plan_deployment import Deployment, plan_deployment
+from tasks.plan_deployment import Deployment, plan_deployment, resolve_version
 from tasks.probe import SmokeResult, smoke_test
 from tasks.promotion import record_rollback, require_approved, set_champion
 from tasks.shift_traffic import (
@@ -53,7 +53,7 @@ from tasks.upload_drafter import upload_drafter, upload_target
 def deploy_endpoint(settings: DeploySettings = DeploySettings()) -> EndpointRecord:  # noqa: B008 - frozen
     """Deploy an approved drafter version with its target, blue/green, and take it back if it is worse."""
     quiet_user_errors()
-    version = require_approved(settings.version)
+    version = require_approved(resolve_version(settings.version))
     registered = fetch_drafter(version.version)
     deployment = plan_deployment(settings, version, registered, flow_run.id)
     standing = check_endpoint(settings.endpoint_name, deployment.config_names)

@@ -8,7 +8,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from tasks.aws import Aws, connect_aws, may_pass
-from tasks.build_endpoint import VARIANT
+from tasks.build_rollout import VARIANT
 from tasks.endpoint_settings import AutoscalingSettings
 from tasks.settings import Places
 

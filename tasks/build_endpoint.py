@@ -13,17 +13,18 @@ from typing import Any
 from pydantic import Field
 
 from drafter.files import digest_of
-from drafter.provenance import Provenance
 from drafter.records import Record
+from tasks.build_rollout import METRICS as METRICS
+from tasks.build_rollout import VARIANT as VARIANT
+from tasks.build_rollout import build_alarms, build_deployment
 from tasks.catalogue import CatalogueEntry
-from tasks.endpoint_settings import MAX_ALARMS, AlarmSettings, DeploySettings, EndpointError, RolloutSettings
+from tasks.check_drafter import choose_k
+from tasks.endpoint_settings import DeploySettings, EndpointError
 from tasks.service_model import problems, validation_message
 from tasks.version_record import VersionRecord
 
-VARIANT = "AllTraffic"  # must not change between configs of one endpoint
 CHANNEL = "eagle"
 CHANNEL_PATH = f"/opt/ml/additional-model-data-sources/{CHANNEL}"
-METRICS = "Fledge"  # CloudWatch namespace of what probes find out
 VERSION_TAG = "fledge.version"
 MODEL_TAG = "fledge.model"
 SERVED_NAME_TAG = "fledge.served_name"
@@ -32,7 +33,6 @@ FLOW_RUN_TAG = "fledge.flow_run"
 MAX_ENVIRONMENT_ENTRIES = 100
 MAX_ENVIRONMENT_BYTES = 1024
 _OURS = frozenset({"SM_VLLM_SPECULATIVE_CONFIG", "SM_VLLM_SERVED_MODEL_NAME"})
-_IMAGES_WITHOUT_SM_VLLM = ("djl-inference", "-lmi", "tgi", "sglang", "tritonserver")
 
 
 class Sources(Record):
@@ -63,92 +63,6 @@ class EndpointPlan(Record):
     update_endpoint: dict[str, Any]
     alarms: tuple[dict[str, Any], ...] = Field(description="PutMetricAlarm requests.")
     acceptance_floor: float | None = Field(description="Acceptance length below which it is taken back.")
-
-
-def choose_k(settings: DeploySettings, version: VersionRecord, entry: CatalogueEntry) -> int:
-    """K of this deployment: the settings', else what evaluation chose, else the catalogue's."""
-    given = settings.chosen_num_speculative_tokens
-    if given is not None:
-        return given
-    return version.num_speculative_tokens or entry.num_speculative_tokens
-
-
-def check_drafter(
-    provenance: Provenance,
-    config: Mapping[str, Any],
-    entry: CatalogueEntry,
-    k: int,
-    target_fingerprint: str | None,
-) -> None:
-    """Refuse a head that cannot work behind this target, or not with this K.
-
-    Args:
-        config: the drafter's config.json.
-        target_fingerprint: of the target that will be served; None: not known before it is there.
-
-    Raises:
-        EndpointError: K out of range, or a head that was trained for another target.
-    """
-    depth = provenance.settings.get("num_depths")
-    if k < 1 or (depth is not None and k > depth):
-        raise EndpointError(
-            f"num_speculative_tokens is {k}",
-            f"1 to {depth}, the depth that the drafter was trained to" if depth else "at least 1",
-            "choose a K in that range, or leave it out: then it is what evaluation measured as best",
-        )
-    differences = list(_differences(provenance, config, entry, target_fingerprint))
-    if differences:
-        raise EndpointError(
-            f"the drafter was trained for another target than {entry.title}: {'; '.join(differences)}",
-            "a drafter of the target that it is deployed with",
-            "choose the target's own entry of the catalogue (`fledge models`), or a drafter trained on this one",
-        )
-
-
-def _differences(
-    provenance: Provenance,
-    config: Mapping[str, Any],
-    entry: CatalogueEntry,
-    target_fingerprint: str | None,
-) -> Any:
-    trained_on = provenance.target_fingerprint
-    if target_fingerprint is not None and trained_on != target_fingerprint:
-        yield f"its target's fingerprint is {trained_on}, this one's is {target_fingerprint}"
-    hidden_size = config.get("target_hidden_size", config.get("hidden_size"))
-    for name, given, expected in (
-        ("hidden size", hidden_size, entry.hidden_size),
-        ("vocabulary", config.get("vocab_size"), entry.vocab_size),
-        ("auxiliary layers", provenance.auxiliary_layers, entry.auxiliary_layers),
-        ("mask token", provenance.mask_token_id, entry.mask_token_id),
-    ):
-        if given is not None and expected is not None and given != expected:
-            yield f"its {name} is {given}, the target's is {expected}"
-    deepest = max(provenance.auxiliary_layers)
-    if entry.num_layers is not None and deepest > entry.num_layers:
-        yield f"it reads layer {deepest} of a target that has {entry.num_layers}"
-
-
-def check_hardware(entry: CatalogueEntry, image: str, instance_types: tuple[str, ...]) -> None:
-    """Refuse what would serve, but without the drafter.
-
-    Raises:
-        EndpointError: an image that knows no SM_VLLM_*, or an instance type on which it may be another one.
-    """
-    if any(part in image for part in _IMAGES_WITHOUT_SM_VLLM):
-        raise EndpointError(
-            f"image {image} reads none of the SM_VLLM_* variables: it would serve without the drafter",
-            "AWS's vLLM image, or one that translates SM_VLLM_* as it does",
-            "leave `image` out to take the catalogue's",
-        )
-    for instance_type in instance_types:
-        if instance_type not in entry.instance_types:
-            raise EndpointError(
-                f"instance type {instance_type} for {entry.title}: its image there may be one that ignores "
-                "SM_VLLM_*, and speculation would be silently off",
-                f"one of {', '.join(entry.instance_types)}",
-                "choose one of these; if you know that vLLM's own image runs there, add the type to the entry's "
-                "instance_types in tasks/catalogue.yaml",
-            )
 
 
 def build_environment(
@@ -344,105 +258,6 @@ def _retained(settings: DeploySettings) -> dict[str, Any]:
         "RetainAllVariantProperties": True,
         "ExcludeRetainedVariantProperties": [{"VariantPropertyType": "DataCaptureConfig"}],
     }
-
-
-def build_deployment(
-    rollout: RolloutSettings, alarms: AlarmSettings, own: tuple[dict[str, Any], ...]
-) -> dict[str, Any]:
-    """How UpdateEndpoint moves the traffic, and which alarms move it back.
-
-    Raises:
-        EndpointError: more alarms than SageMaker takes, or waits that do not fit into the time limit.
-    """
-    steps = 100 // rollout.percent if rollout.kind == "linear" else 1
-    waiting_s = steps * rollout.wait_s + rollout.termination_wait_s
-    if waiting_s >= rollout.max_execution_s:
-        raise EndpointError(
-            f"the rollout waits {waiting_s} s in all, and is given up after {rollout.max_execution_s} s",
-            "a time limit above all waits, with room for the new fleet to start",
-            "lower wait_s or termination_wait_s, or raise max_execution_s",
-        )
-    routing: dict[str, Any] = {"Type": rollout.kind.upper(), "WaitIntervalInSeconds": rollout.wait_s}
-    size = {"Type": "CAPACITY_PERCENT", "Value": rollout.percent}
-    if rollout.kind == "canary":
-        routing["CanarySize"] = size
-    elif rollout.kind == "linear":
-        routing["LinearStepSize"] = size
-    names = [*(alarm["AlarmName"] for alarm in own), *alarms.own]
-    if len(names) > MAX_ALARMS:
-        raise EndpointError(
-            f"{len(names)} alarms", f"at most {MAX_ALARMS}, SageMaker's limit", "leave some of alarms.own out"
-        )
-    deployment: dict[str, Any] = {
-        "BlueGreenUpdatePolicy": {
-            "TrafficRoutingConfiguration": routing,
-            "TerminationWaitInSeconds": rollout.termination_wait_s,
-            "MaximumExecutionTimeoutInSeconds": rollout.max_execution_s,
-        }
-    }
-    if names:
-        deployment["AutoRollbackConfiguration"] = {"Alarms": [{"AlarmName": name} for name in names]}
-    return deployment
-
-
-def build_alarms(
-    alarms: AlarmSettings, names: Mapping[str, str], served_name: str, acceptance_floor: float | None
-) -> tuple[dict[str, Any], ...]:
-    """PutMetricAlarm requests that watch the new fleet alone: by config, or by the name that answers carry."""
-    fleet = {"EndpointName": names["EndpointName"], "VariantName": VARIANT}
-    fleet["EndpointConfigName"] = names["EndpointConfigName"]
-    drafter = {"EndpointName": names["EndpointName"], "DrafterVersion": served_name}
-    sagemaker, ours = "AWS/SageMaker", METRICS
-    above, below = "GreaterThanThreshold", "LessThanThreshold"
-    latency_us = alarms.max_latency_ms and alarms.max_latency_ms * 1000
-    wanted: list[tuple[str, str, str, dict[str, str], str, str, float | None, str]] = [
-        ("5xx", sagemaker, "Invocation5XXErrors", fleet, "Sum", above, alarms.max_5xx_errors, "5xx answers"),
-        ("model-errors", sagemaker, "InvocationModelErrors", fleet, "Sum", above, alarms.max_model_errors,
-         "failed calls of the container"),
-        ("latency", sagemaker, "ModelLatency", fleet, "Average", above, latency_us, "model latency (us)"),
-        ("slower", ours, "ProbeLatencyRatio", drafter, "Average", above, alarms.max_latency_ratio,
-         "latency over that of the fleet beside it"),
-        ("acceptance", ours, "AcceptanceLength", drafter, "Average", below, acceptance_floor,
-         "acceptance length"),
-    ]  # fmt: skip
-    return tuple(
-        {
-            "AlarmName": f"{names['EndpointConfigName']}-{suffix}",
-            "AlarmDescription": f"{said} of {served_name} on {names['EndpointName']}",
-            "Namespace": namespace,
-            "MetricName": metric,
-            "Dimensions": [{"Name": name, "Value": value} for name, value in dimensions.items()],
-            "Statistic": statistic,
-            "Period": alarms.period_s,
-            "EvaluationPeriods": alarms.evaluation_periods,
-            "DatapointsToAlarm": alarms.datapoints,
-            "Threshold": float(threshold),
-            "ComparisonOperator": comparison,
-            # No request has reached the fleet yet: no reason to take it back.
-            "TreatMissingData": "notBreaching",
-        }
-        for suffix, namespace, metric, dimensions, statistic, comparison, threshold, said in wanted
-        if threshold is not None
-    )
-
-
-def floor_of(
-    version: VersionRecord, k: int, alarms: AlarmSettings, domain: str | None, derive: bool
-) -> float | None:
-    """Acceptance length below which a version is taken back.
-
-    Args:
-        domain: that the probes' prompts are of; None: the one that it does best on.
-        derive: whether a share of its own evaluation says something about these prompts.
-    """
-    if alarms.min_acceptance_length is not None:
-        return alarms.min_acceptance_length
-    measured = version.acceptance_of(k=k)
-    if not derive or not measured:
-        return None
-    of = measured.get(domain or "")
-    best = of.acceptance_length if of else max(one.acceptance_length for one in measured.values())
-    return round(max(1.0, alarms.min_share_of_evaluation * best), 3)
 
 
 def check_plan(plan: EndpointPlan) -> None:

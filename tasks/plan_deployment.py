@@ -9,26 +9,21 @@ import json
 from pathlib import Path
 
 from prefect import task
-from prefect.cache_policies import NO_CACHE
+from prefect.cache_policies import INPUTS, NO_CACHE, RUN_ID
 from pydantic import Field
 
 from drafter.provenance import CONFIG_NAME, read_provenance
 from drafter.records import Record
 from drafter.target import load_target
 from tasks.aws import Aws, connect_aws, may_pass, require_bucket, require_role
-from tasks.build_endpoint import (
-    EndpointPlan,
-    Sources,
-    build_plan,
-    check_drafter,
-    check_hardware,
-    choose_k,
-    floor_of,
-)
+from tasks.build_endpoint import EndpointPlan, Sources, build_plan
+from tasks.build_rollout import floor_of
 from tasks.catalogue import CatalogueEntry, find_entry, jumpstart_target, local_target, resolve_image
+from tasks.check_drafter import check_drafter, check_hardware, choose_k
 from tasks.endpoint_settings import DeploySettings
 from tasks.find_drafters import RegisteredDrafter
 from tasks.probe import ProbePrompts, choose_prompts
+from tasks.promotion import require_approved
 from tasks.settings import Places
 from tasks.upload_drafter import drafter_prefix, target_prefix
 from tasks.version_record import VersionRecord
@@ -51,6 +46,22 @@ class Deployment(Record):
         """The plans, beginning with the one that an earlier run has got to."""
         first = next((i for i, plan in enumerate(self.plans) if plan.config_name == config_name), 0)
         return self.plans[first:]
+
+
+@task(
+    name="resolve-version",
+    cache_policy=INPUTS + RUN_ID,
+    persist_result=True,
+    result_serializer="json",
+    timeout_seconds=300,
+)
+def resolve_version(version: str) -> str:
+    """The number of an approved version. A run that is taken up again keeps it, wherever the alias is by then.
+
+    Raises:
+        PromotionError: unknown, rejected by the gate or by a person, or not yet approved.
+    """
+    return require_approved(version).version
 
 
 @task(

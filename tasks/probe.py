@@ -25,7 +25,8 @@ from drafter.captures import PROBE_PREFIX
 from drafter.errors import FledgeError
 from drafter.records import DatasetRecord, Record
 from tasks.aws import Aws, AwsError, connect_aws
-from tasks.build_endpoint import METRICS, EndpointPlan
+from tasks.build_endpoint import EndpointPlan
+from tasks.build_rollout import METRICS
 from tasks.endpoint_settings import DrafterUnfit, EndpointError, ProbeSettings
 from tasks.logs import flow_logger
 from tasks.settings import Places

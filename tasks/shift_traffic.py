@@ -73,8 +73,8 @@ def check_endpoint(endpoint_name: str, config_names: tuple[str, ...]) -> Standin
     if endpoint is None:
         return Standing(serves=None, ours=None)
     names = [endpoint.config_name]
-    if endpoint.busy:
-        names = [endpoint.pending_config_name or endpoint.tags.get(UPDATE_TO_TAG, ""), endpoint.config_name]
+    if endpoint.busy and endpoint.status != "Creating":  # where it leads counts, not where it is
+        names = [endpoint.pending_config_name or endpoint.tags.get(UPDATE_TO_TAG, "")]
     ours = next((name for name in names if name in config_names), None)
     if endpoint.status == "Failed" and ours:
         return Standing(serves=None, ours=ours)
@@ -148,8 +148,22 @@ def create_endpoint(plan: EndpointPlan) -> None:
         delete_and_wait(aws, plan.endpoint_name)
         endpoint = None
     if endpoint is None:
-        aws.sagemaker.create_endpoint(**plan.create_endpoint)
+        _within_quota(aws.sagemaker.create_endpoint, plan.create_endpoint)
         flow_logger().info("creating endpoint %s with %s", plan.endpoint_name, plan.config_name)
+
+
+def _within_quota(ask: Callable[..., Any], request: dict[str, Any]) -> None:
+    """A quota that allows no such instance is like no capacity: another type may have one.
+
+    Raises:
+        NoCapacity: the quota is used up.
+    """
+    try:
+        ask(**request)
+    except AwsError as error:
+        if error.code != "ResourceLimitExceeded":
+            raise
+        raise NoCapacity(error.given, error.expected, error.remedy) from None
 
 
 @task(name="start-update", cache_policy=NO_CACHE, timeout_seconds=300)
@@ -164,15 +178,15 @@ def start_update(plan: EndpointPlan, run_id: str) -> bool:
     """
     aws = connect_aws(Places())
     endpoint = require_endpoint(aws, plan.endpoint_name)
-    if endpoint.config_name == plan.config_name:
-        return False
     if endpoint.busy:
         flow_logger().info("endpoint %s is already %s", plan.endpoint_name, endpoint.status)
         return True
+    if endpoint.config_name == plan.config_name:
+        return False
     if endpoint.tags.get(UPDATE_RUN_TAG) == f"{run_id}/{plan.config_name}":
         raise rolled_back(aws, endpoint, plan, [])
     remember_update(aws, endpoint, plan.config_name, endpoint.config_name)
-    aws.sagemaker.update_endpoint(**plan.update_endpoint)
+    _within_quota(aws.sagemaker.update_endpoint, plan.update_endpoint)
     write_tags(aws, endpoint.arn, {UPDATE_RUN_TAG: f"{run_id}/{plan.config_name}"})
     flow_logger().info(
         "moving endpoint %s from %s to %s", plan.endpoint_name, endpoint.config_name, plan.config_name
@@ -231,7 +245,10 @@ def watch_update(
 def rolled_back(aws: Aws, endpoint: Endpoint, plan: EndpointPlan, heard: list[str]) -> EndpointError:
     """The error of an update that SageMaker has taken back."""
     reasons = [text for text in (endpoint.failure_reason, "; ".join(_unique(heard))) if text]
-    why = ". ".join(reasons) or "SageMaker gives no reason, and no alarm sounds any more"
+    why = (
+        ". ".join(reason.rstrip(".") for reason in reasons)
+        or "SageMaker gives no reason, and no alarm sounds any more"
+    )
     given = (
         f"SageMaker took the update of {plan.endpoint_name} to {plan.served_name} ({plan.config_name}) back: "
         f"{why}. It runs {endpoint.config_name}"

@@ -86,7 +86,7 @@ def harness() -> Iterator[None]:
     """A Prefect server for flows that run in the tests' own process."""
     from prefect.testing.utilities import prefect_test_harness
 
-    with prefect_test_harness(server_startup_timeout=120):
+    with prefect_test_harness(server_startup_timeout=400):
         yield
 
 

@@ -15,18 +15,10 @@ from botocore.session import get_session
 from botocore.validate import ParamValidator
 
 from drafter.provenance import Provenance, read_provenance
-from tasks.build_endpoint import (
-    EndpointPlan,
-    Sources,
-    build_alarms,
-    build_deployment,
-    build_plan,
-    check_drafter,
-    check_hardware,
-    choose_k,
-    floor_of,
-)
+from tasks.build_endpoint import EndpointPlan, Sources, build_plan
+from tasks.build_rollout import build_alarms, build_deployment, floor_of
 from tasks.catalogue import find_entry
+from tasks.check_drafter import check_drafter, check_hardware, choose_k
 from tasks.endpoint_settings import (
     AlarmSettings,
     AutoscalingSettings,
