@@ -210,6 +210,7 @@ ENDPOINT_VERBS = (
             "--rollout.kind canary --rollout.percent 10 --rollout.wait-s 600",
             "fledge deploy 3 --parallel-drafting-spec.num-speculative-tokens 5 --capture.percent 20",
         ),
+        show=lambda endpoint: _tables().show_endpoint(endpoint),
     ),
     Verb(
         "status",
@@ -242,6 +243,7 @@ ENDPOINT_VERBS = (
         "Traffic returns to the previous config, the registry's champion too, and the reason is kept on the\n"
         "version that was taken back.",
         ('fledge roll-back fledge --reason "answers got slower since noon"',),
+        show=lambda endpoint: _tables().show_endpoint(endpoint),
     ),
     Verb(
         "delete",

@@ -115,7 +115,7 @@ def show_statuses(statuses: list[EndpointStatus]) -> None:
     for status in statuses:
         if status.failure_reason:
             out.print(f"{status.endpoint_name}: {status.failure_reason}", style="red", markup=False)
-    out.print(f"all of them: {total_cost(statuses)}", highlight=False)
+    out.print(f"together: {total_cost(statuses)}", highlight=False)
 
 
 def endpoint_words(endpoint_name: str, status: EndpointStatus | None) -> str:
@@ -134,7 +134,7 @@ def total_cost(statuses: list[EndpointStatus]) -> str:
     prices = [fleet.usd_per_hour for status in statuses for fleet in status.fleets]
     known = sum(one for one in prices if one is not None)
     if all(one is None for one in prices):
-        return "unknown an hour (the catalogue has no price for these instances)"
+        return "what they cost is unknown; the catalogue has no price for these instances"
     beyond = " and more: not every price is known" if None in prices else ""
     return f"{price(known)} an hour, {price(known * HOURS_A_MONTH)} a month{beyond}"
 
@@ -165,6 +165,24 @@ def show_logs(logs: Any) -> None:
     for log in logs:
         print(f"==> {log.path} <==")
         print("\n".join(log.lines))
+
+
+def show_endpoint(endpoint: Any) -> None:
+    """What serves now, how its first answers were, and what one may do with it."""
+    name, out = endpoint.endpoint_name, console()
+    out.print(
+        f"{name} is {endpoint.status}: {endpoint.served_name}, config {endpoint.config_name}", highlight=False
+    )
+    if endpoint.latency_ms is not None:
+        accepted = endpoint.acceptance_length
+        told = "" if accepted is None else f", acceptance length {accepted:.2f}"
+        out.print(f"first answers: {endpoint.latency_ms / 1000:.2f} s{told}", highlight=False)
+    out.print(f"{price(endpoint.usd_per_hour)} an hour until: fledge delete {name}", highlight=False)
+    if endpoint.previous_config_name:
+        out.print(
+            f"back to {endpoint.previous_config_name}: fledge roll-back {name} --reason ...", highlight=False
+        )
+    out.print(f'ask it: fledge chat {name} "Hello"', highlight=False)
 
 
 def show_approval(version: Any) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from drafter.records import Record
 from tasks.endpoint_settings import EndpointError
 from tasks.settings import Places
+
+_HEALTH_CHECK = '"GET /ping HTTP'
 
 
 class InstanceLog(Record):
@@ -39,8 +40,9 @@ def read_logs(places: Places, endpoint_name: str, lines: int) -> list[InstanceLo
     return [InstanceLog(path=str(path), lines=tuple(_last_lines(path, lines))) for path in files]
 
 
-def _last_lines(path: Path, count: int, block_bytes: int = 64 * 1024) -> Iterator[str]:
-    """The end of a file that may be long."""
+def _last_lines(path: Path, count: int, block_bytes: int = 1024 * 1024) -> list[str]:
+    """The end of a file that may be long, without the health checks that fill it."""
     with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - max(block_bytes, count * 400)))
-        yield from file.read().decode(errors="replace").splitlines()[-count:]
+        file.seek(max(0, path.stat().st_size - block_bytes))
+        lines = file.read().decode(errors="replace").splitlines()
+    return [line for line in lines if _HEALTH_CHECK not in line][-count:]

@@ -79,6 +79,7 @@ def environment_defaults(places: Places) -> dict[str, str]:
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "DO_NOT_TRACK": "1",
         "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",  # three files, in the middle of a log
         "GX_ANALYTICS_ENABLED": "false",
         # Seven idle consumers of jobs that nobody submits: 1.4 GB.
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
