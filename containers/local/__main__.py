@@ -6,7 +6,9 @@ import argparse
 import fcntl
 import logging
 import os
+import signal
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -25,6 +27,7 @@ from drafter.errors import FledgeError, ServerError
 HOST = "127.0.0.1"
 DEFAULT_PORT = 4281
 _SHUTDOWN_S = 2
+_SERVER_ENDS_WITHIN_S = 20.0
 
 _ABOUT = f"""\
 SageMaker on this machine: answers SageMaker's API and runtime on {HOST}, and runs each instance of an endpoint
@@ -93,9 +96,11 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def stop(options: argparse.Namespace) -> int:
-    """End every instance, whether or not a server looks after it."""
-    ended = end_instances(options.home / "sagemaker")
-    print(f"{ended} instances ended", file=sys.stderr)
+    """End the server, if one runs, and every instance, whether or not a server looks after it."""
+    folder = options.home / "sagemaker"
+    _end_server(folder)
+    ended = end_instances(folder)
+    print(f"{ended} instances ended that no server looked after", file=sys.stderr)
     return 0
 
 
@@ -137,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
         help="GiB that one instance counts with (%(default)s)",
     )
     server.set_defaults(run=serve)
-    ender = verbs.add_parser("stop", help="end the instances that a server left running")
+    ender = verbs.add_parser("stop", help="end the server, and instances that a killed one left running")
     ender.set_defaults(run=stop)
     for verb in (server, ender):
         verb.add_argument(
@@ -151,17 +156,50 @@ def _parser() -> argparse.ArgumentParser:
 
 def _only_server(folder: Path) -> IO[str]:
     """Hold the folder's lock: two servers would start everything twice. The kernel lets go of it on any end."""
-    lock = open(folder / "server.lock", "a", encoding="utf-8")  # noqa: SIM115 - closed by the caller's `with`
+    lock = _locked(folder)
+    if lock is None:
+        raise ServerError(
+            f"another local SageMaker runs on {folder}",
+            "one server for each folder",
+            "use that one, stop it (python -m containers.local stop), or choose another folder with --home",
+        )
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock
+
+
+def _locked(folder: Path) -> IO[str] | None:
+    """The folder's lock, held until closed; None while a server holds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = open(folder / "server.lock", "a+", encoding="utf-8")  # noqa: SIM115 - the caller closes it
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         lock.close()
-        raise ServerError(
-            f"another local SageMaker runs on {folder}",
-            "one server for each folder",
-            "use that one, stop it, or choose another folder with --home",
-        ) from None
+        return None
     return lock
+
+
+def _end_server(folder: Path) -> None:
+    """SIGTERM to the server of a folder, and wait for its end.
+
+    Raises:
+        ServerError: it does not end.
+    """
+    asked, deadline = False, time.monotonic() + _SERVER_ENDS_WITHIN_S
+    while (lock := _locked(folder)) is None:
+        if not asked:
+            os.kill(int((folder / "server.lock").read_text(encoding="utf-8")), signal.SIGTERM)
+            asked = True
+        if time.monotonic() > deadline:
+            raise ServerError(
+                f"the local SageMaker on {folder} has not ended within {_SERVER_ENDS_WITHIN_S:.0f} s",
+                "it to end on SIGTERM",
+                "look at its output; SIGKILL is safe, the next start adopts its instances",
+            )
+        time.sleep(0.1)
+    lock.close()
 
 
 def _client(service: str) -> Any:

@@ -327,7 +327,7 @@ def _capture_summary(record: EndpointRecord) -> dict[str, Any] | None:
     capture = record.variants[0].capture if record.variants else None
     if capture is None:
         return None
-    enabled = bool(capture.get("EnableCapture"))
+    enabled = capture.get("EnableCapture", True)
     return {
         "EnableCapture": enabled,
         "CaptureStatus": "Started" if enabled and record.status != "Creating" else "Stopped",

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from botocore.validate import ParamValidator
 
-from tests.containers.control_plane import ROLE, ROOT, VARIANT, ControlPlane, canary, refusal
+from tasks.service_model import service_model
+from tests.containers.control_plane import ROLE, ROOT, VARIANT, ControlPlane, canary, is_alive, refusal
+
+pytestmark = pytest.mark.slow
 
 pytestmark = pytest.mark.slow
 
@@ -339,6 +345,30 @@ def test_what_is_not_supported_says_so(plane: ControlPlane, name: str) -> None:
     assert refusal(plane.sagemaker.list_training_jobs)[0] == "UnknownOperationException"
 
 
+@pytest.mark.parametrize(
+    ("operation", "request_"),
+    [
+        ("DescribeModel", {"ModelName": "shared-v1"}),
+        ("DescribeEndpointConfig", {"EndpointConfigName": "shared-v1"}),
+        ("DescribeEndpoint", {"EndpointName": "shared"}),
+        ("ListModels", {"MaxResults": 1}),
+        ("ListEndpointConfigs", {"MaxResults": 1}),
+        ("ListEndpoints", {}),
+        ("ListTags", {"ResourceArn": f"{ARN}:endpoint/shared"}),
+    ],
+)
+def test_answers_have_the_members_of_botocores_model_and_no_other(
+    plane: ControlPlane, operation: str, request_: dict[str, Any]
+) -> None:
+    """boto3 drops what it does not know, so the bare answer is checked."""
+    headers = {"X-Amz-Target": f"SageMaker.{operation}"}
+    answer = httpx.post(plane.url, json=request_, headers=headers, trust_env=False)
+    shape = service_model("sagemaker").operation_model(operation).output_shape
+    report = ParamValidator().validate(answer.json(), shape)
+    assert not report.has_errors(), report.generate_report()
+    assert set(answer.json()) <= set(shape.members)
+
+
 def test_requests_that_are_no_json_object(plane: ControlPlane) -> None:
     headers = {"X-Amz-Target": "SageMaker.ListModels"}
     answer = httpx.post(plane.url, content=b"[", headers=headers, trust_env=False)
@@ -351,6 +381,28 @@ def test_a_second_server_on_the_same_folder_is_refused(plane: ControlPlane) -> N
     assert second.returncode == 1
     assert "another local SageMaker runs" in second.stderr
     assert "Traceback" not in second.stderr
+
+
+def test_stop_ends_server_and_instances(moto_url: str, tmp_path: Path) -> None:
+    plane = ControlPlane(tmp_path, moto_url)
+    plane.start()
+    plane.create_endpoint("e", plane.create_config("c"))
+    [pid] = plane.pids("c")
+    command = [sys.executable, "-m", "containers.local", "stop", "--home", str(plane.home)]
+    subprocess.run(command, cwd=ROOT, env=plane.environment, check=True, timeout=60)
+    assert plane.process is not None
+    plane.process.wait(timeout=10)
+    assert not is_alive(pid)
+    subprocess.run(command, cwd=ROOT, env=plane.environment, check=True, timeout=60)  # nothing left to stop
+
+
+def test_it_does_not_start_where_it_would_speak_to_aws(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+    command = [sys.executable, "-m", "containers.local", "serve", "--home", str(tmp_path)]
+    refused = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 1
+    assert "AWS_ENDPOINT_URL_S3 is not set" in refused.stderr
+    assert "fledge up" in refused.stderr
 
 
 def test_it_listens_on_loopback_and_to_its_own_names_only(plane: ControlPlane) -> None:
