@@ -154,7 +154,7 @@ def stream(client: Any, **request: Any) -> Any:
     return answer["Body"]
 
 
-def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
     """Poll until something holds; an AssertionError when it does not in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():

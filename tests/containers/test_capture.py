@@ -177,8 +177,8 @@ def test_metrics_are_published_for_the_variant_and_for_each_config(plane: DataPl
     assert sum_of("InvocationModelErrors", "new", name)["Sum"] == 1
     assert sum_of("Invocation4XXErrors", None, name)["Sum"] == 0
     assert sum_of("ModelLatency", "old", name)["SampleCount"] == 4
-    assert 150_000 < sum_of("ModelLatency", "old", name)["Average"] < 2_000_000
-    assert 0 < sum_of("OverheadLatency", "old", name)["Average"] < 100_000
+    assert 150_000 < sum_of("ModelLatency", "old", name)["Average"] < 5_000_000
+    assert 0 < sum_of("OverheadLatency", "old", name)["Average"] < 2_000_000
     assert sum_of("FirstChunkModelLatency", "old", name)["SampleCount"] == 1
 
 

@@ -62,7 +62,7 @@ def test_a_plain_request_gets_the_containers_answer_and_the_variants_name(plane:
 def test_a_streamed_answer_arrives_piece_by_piece_as_it_is_written(plane: DataPlane) -> None:
     plane.route((plane.launched(), 1.0))
     arrived, pieces = [], []
-    for event in stream(plane.client(), fake_latency_s=1.0):
+    for event in stream(plane.client(), fake_latency_s=2.0):
         arrived.append(time.monotonic())
         pieces.append(event["PayloadPart"]["Bytes"])
     events = [line.removeprefix("data: ") for line in b"".join(pieces).decode().split("\n\n") if line]
@@ -282,12 +282,53 @@ def test_a_steady_load_loses_no_request_while_one_fleet_takes_over_from_another(
     assert new.in_flight == 0
 
 
+def test_a_canary_that_crashes_under_load_costs_only_what_it_was_answering_and_one_retry_answers_that(
+    plane: DataPlane,
+) -> None:
+    old = plane.launched(config_name="config-1", environment=names("v1"))
+    crashing = {**names("v2"), "FAKE_CRASH_AFTER_S": "4"}
+    new = plane.launched(config_name="config-2", environment=crashing)
+    watching = [plane.start(fleet.watch()) for fleet in (old, new)]
+    plane.route((old, 0.5), (new, 0.5))
+    client = plane.client()
+    stop = threading.Event()
+    failures: list[dict[str, Any]] = []
+    answered: Counter[str] = Counter()
+
+    def load() -> None:
+        while not stop.is_set():
+            try:
+                answered[chat(client, fake_latency_s=0.2)["model"]] += 1
+            except ClientError as error:
+                failures.append(error.response)
+                answered[chat(client, fake_latency_s=0.2)["model"]] += 1  # raises when the retry fails too
+
+    first = new.describe()[0]["instance_id"]
+    with ThreadPoolExecutor(4) as pool:
+        clients = [pool.submit(load) for _ in range(4)]
+        try:
+            wait_until(lambda: first not in [instance["instance_id"] for instance in new.describe()])
+            wait_until(lambda: new.in_service_instances())  # replaced
+            wait_until(lambda: not new.in_service_instances())  # and crashed again
+        finally:
+            stop.set()
+        for submitted in clients:
+            submitted.result(30)
+    assert answered["v1"] > 10
+    assert answered["v2"] > 5
+    assert 1 <= len(failures) <= 8  # four clients, two crashes
+    assert {failure["Error"]["Code"] for failure in failures} == {"ModelError"}
+    for watch in watching:
+        watch.cancel()
+
+
 def test_the_least_busy_instance_is_asked_first(plane: DataPlane) -> None:
     fleet = plane.launched(instance_count=2)
     plane.route((fleet, 1.0))
     busiest: list[int] = []
+    client = plane.client()
     with ThreadPoolExecutor(2) as pool:
-        pending = [pool.submit(chat, plane.client(), fake_latency_s=1.0) for _ in range(2)]
+        pending = [pool.submit(chat, client, fake_latency_s=3.0) for _ in range(2)]
         wait_until(lambda: fleet.in_flight == 2)
         busiest += [instance.in_flight for instance in fleet.in_service_instances()]
         for submitted in pending:
@@ -308,7 +349,7 @@ def test_a_client_that_goes_away_frees_its_instance(plane: DataPlane) -> None:
 
 def test_latency_can_be_ordered_for_one_config(plane: DataPlane) -> None:
     old, new = two_fleets(plane)
-    plane.faults.order(Fault(kind="latency", config="config-2", delay_s=0.5, factor=2.0))
+    plane.faults.order(Fault(kind="latency", config="config-2", delay_s=1.5, factor=2.0))
     client = plane.client()
 
     def seconds(fleet: Fleet, call: Any) -> float:
@@ -319,6 +360,6 @@ def test_latency_can_be_ordered_for_one_config(plane: DataPlane) -> None:
             list(answer)
         return time.monotonic() - started
 
-    assert seconds(new, chat) > 1.25
-    assert seconds(new, stream) > 1.25
-    assert seconds(old, chat) < 1.25
+    assert seconds(new, chat) > 2.25
+    assert seconds(new, stream) > 2.0
+    assert seconds(old, chat) < 2.0
