@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tasks.catalogue import CATALOGUE, find_entry, local_target, read_catalogue, resolve_image
+from tasks.aws import Aws, connect_aws
+from tasks.catalogue import (
+    CATALOGUE,
+    find_entry,
+    jumpstart_target,
+    local_target,
+    read_catalogue,
+    resolve_image,
+)
 from tasks.endpoint_settings import EndpointError
 from tasks.service_model import service_model
 from tasks.settings import Places
+from tests.tasks.aws_server import refusing
 
 
 def test_it_has_the_jumpstart_models_and_the_local_one() -> None:
@@ -63,6 +73,39 @@ def test_an_unknown_model_is_answered_with_the_known_ones() -> None:
 def test_a_missing_local_target_is_named(tmp_path: Path) -> None:
     with pytest.raises(EndpointError, match=r"smollm2-135m-instruct holds no model\n.*\n.*make demo"):
         local_target(find_entry("smollm2-135m-instruct"), Places(home=tmp_path))
+
+
+@pytest.mark.parametrize("name", ["HostingPrepackedArtifactUri", "HostingArtifactUri"])
+def test_a_jumpstart_target_is_where_the_hub_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = json.dumps({name: "s3://jumpstart-cache/gpt-oss-120b/v1"})
+    with refusing((200, {"HubContentDocument": document})) as hub:
+        uri = jumpstart_target(connected(hub.url, monkeypatch), find_entry("gpt-oss-120b"))
+    assert uri == "s3://jumpstart-cache/gpt-oss-120b/v1/"
+    assert hub.asked == ["SageMaker.DescribeHubContent"]
+
+
+def test_a_target_that_nobody_knows_the_place_of_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EndpointError, match=r"JumpStart id of Qwen3.* is not known\n.*\n.*target_uri"):
+        jumpstart_target(
+            connected("http://127.0.0.1:9", monkeypatch), find_entry("qwen3-coder-30b-a3b-instruct")
+        )
+    tarball = json.dumps({"HostingArtifactUri": "s3://jumpstart-cache/model.tar.gz"})
+    with (
+        refusing((200, {"HubContentDocument": tarball})) as hub,
+        pytest.raises(EndpointError, match="plain files"),
+    ):
+        jumpstart_target(connected(hub.url, monkeypatch), find_entry("gpt-oss-120b"))
+
+
+def connected(url: str, monkeypatch: pytest.MonkeyPatch) -> Aws:
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL_SAGEMAKER": url,
+    }.items():
+        monkeypatch.setenv(name, value)
+    return connect_aws(Places())
 
 
 @pytest.mark.slow
