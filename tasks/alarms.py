@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from prefect import task
@@ -41,11 +42,11 @@ def put_alarms(plan: EndpointPlan, own: Sequence[str] = (), under_way: bool = Fa
     names = (*(alarm["AlarmName"] for alarm in plan.alarms), *own)
     if under_way:
         return names
+    _let_old_figures_pass(aws, plan.alarms)
     for alarm in plan.alarms:
         aws.cloudwatch.put_metric_alarm(**alarm)
     _require_known(aws, names)
-    longest_s = max((alarm["Period"] * alarm["EvaluationPeriods"] for alarm in plan.alarms), default=60)
-    _wait_until_silent(aws, names, patience_s=2.0 * longest_s)
+    _wait_until_silent(aws, names, patience_s=2 * _longest_s(plan.alarms))
     return names
 
 
@@ -91,6 +92,42 @@ def _require_known(aws: Aws, names: Sequence[str]) -> None:
             "alarms that exist",
             "correct alarms.own, or create them",
         )
+
+
+def _let_old_figures_pass(aws: Aws, alarms: Sequence[dict[str, Any]]) -> None:
+    """Wait while a new alarm would judge what an earlier try of the same version has left."""
+    window_s = _longest_s(alarms)
+    deadline = time.monotonic() + window_s
+    while _has_figures(aws, alarms, window_s) and time.monotonic() < deadline:
+        flow_logger().info("waiting until figures of an earlier try are too old for the alarms")
+        time.sleep(_POLL_S)
+
+
+def _longest_s(alarms: Sequence[dict[str, Any]]) -> float:
+    """How far back alarms look."""
+    return float(max((alarm["Period"] * alarm["EvaluationPeriods"] for alarm in alarms), default=60))
+
+
+def _has_figures(aws: Aws, alarms: Sequence[dict[str, Any]], window_s: float) -> bool:
+    """Whether CloudWatch has anything for the alarms to judge."""
+    now = datetime.now(UTC)
+    queries = [
+        {
+            "Id": f"m{index}",
+            "MetricStat": {
+                "Metric": {name: alarm[name] for name in ("Namespace", "MetricName", "Dimensions")},
+                "Period": alarm["Period"],
+                "Stat": alarm["Statistic"],
+            },
+        }
+        for index, alarm in enumerate(alarms)
+    ]
+    if not queries:
+        return False
+    found = aws.cloudwatch.get_metric_data(
+        MetricDataQueries=queries, StartTime=now - timedelta(seconds=window_s), EndTime=now
+    )
+    return any(result["Values"] for result in found["MetricDataResults"])
 
 
 def _wait_until_silent(aws: Aws, names: Sequence[str], patience_s: float) -> None:
