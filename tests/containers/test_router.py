@@ -35,6 +35,13 @@ def two_fleets(plane: DataPlane) -> tuple[Fleet, Fleet]:
     return old, new
 
 
+def kill_first(fleet: Fleet) -> None:
+    """Kill an instance, and wait until the kernel has closed its port: a connection in between is one in flight."""
+    instance = fleet.in_service_instances()[0]
+    os.kill(instance.record.pid, signal.SIGKILL)
+    wait_until(lambda: not instance.is_alive())
+
+
 def error_of(call: Any, *arguments: Any, **named: Any) -> dict[str, Any]:
     with pytest.raises(ClientError) as caught:
         call(*arguments, **named)
@@ -204,7 +211,7 @@ def test_a_broken_stream_says_which_kind_it_is(plane: DataPlane) -> None:
 def test_an_instance_that_refuses_the_connection_costs_no_request(plane: DataPlane) -> None:
     fleet = plane.launched(instance_count=2)
     plane.route((fleet, 1.0))
-    os.kill(fleet.describe()[0]["pid"], signal.SIGKILL)
+    kill_first(fleet)
     client = plane.client()
     for _ in range(6):
         assert chat(client)["model"] == "drafter-v1"
@@ -216,10 +223,10 @@ def test_when_the_whole_fleet_is_gone_another_answers_and_without_one_the_servic
 ) -> None:
     old, new = two_fleets(plane)
     plane.route((old, 0.9), (new, 0.1))
-    os.kill(new.describe()[0]["pid"], signal.SIGKILL)
+    kill_first(new)
     client = plane.client()
     assert {chat(client)["model"] for _ in range(20)} == {"v1"}
-    os.kill(old.describe()[0]["pid"], signal.SIGKILL)
+    kill_first(old)
     response = error_of(chat, client)
     assert response["Error"]["Code"] == "ServiceUnavailable"
     assert response["ResponseMetadata"]["HTTPStatusCode"] == 503
