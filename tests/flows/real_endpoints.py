@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
-import boto3
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
+from drafter.files import write_text_atomically
 from drafter.provenance import FILE_NAME, WEIGHTS_NAME, digest_of_drafter, digests_of, read_provenance
 from flows.promote_drafter import promote_drafter
 from tasks.endpoint_settings import AlarmSettings, DeploySettings, ProbeSettings, RolloutSettings
 from tasks.promote_settings import ApprovalAnswer, PromoteSettings
-from tasks.promotion import champion
 from tasks.settings import Places
 from tasks.version_record import VersionRecord
-from tests.containers.control_plane import ControlPlane
-from tests.endpoints.load import PROMPTS, SteadyLoad
+from tests.containers.control_plane import ROOT, ControlPlane
+from tests.flows.endpoint_world import BUCKET, ENDPOINT, EndpointWorld, approve
+from tests.flows.steady_load import PROMPTS, SteadyLoad
 from tests.tasks.registered_versions import register_version
 
-ENDPOINT = "birds"
 CATALOGUE_ENTRY: dict[str, Any] = {
     "title": "Tiny",
     "jumpstart_id": None,
@@ -49,20 +50,27 @@ CATALOGUE_ENTRY: dict[str, Any] = {
 }
 
 
-class RealEndpoints:
-    """An installation, and drafters that differ in a way that shows or does not.
+class RealEndpoints(EndpointWorld):
+    """The real vLLM behind the local SageMaker, and drafters that differ in a way that shows or does not.
 
     Args:
-        drafter: a trained drafter of the catalogue's target.
+        drafter: a trained drafter of `target`, the catalogue's one entry.
     """
 
-    def __init__(self, places: Places, plane: ControlPlane, drafter: Path) -> None:
-        self.places = places
-        self.plane = plane
-        self.s3 = boto3.client("s3")
-        self._drafter = drafter
+    def __init__(
+        self, places: Places, plane: ControlPlane, moto_url: str, target: Path, drafter: Path
+    ) -> None:
+        super().__init__(places, plane, moto_url)
+        self._target, self._drafter = target, drafter
+        plane.environment["FLEDGE_VLLM_PYTHON"] = str(ROOT / ".venv-vllm/bin/python")
 
-    def register(self, name: str, scrambled: bool = False) -> VersionRecord:
+    def prepare(self, folder: Path) -> None:
+        """A bucket, and a catalogue with one model of this machine."""
+        self.s3.create_bucket(Bucket=BUCKET)
+        shutil.copytree(self._target, folder / "targets" / "tiny")
+        write_text_atomically(self.catalogue, yaml.safe_dump({"tiny": CATALOGUE_ENTRY}))
+
+    def make(self, name: str, scrambled: bool = False) -> VersionRecord:
         """A version that the gate let through.
 
         Args:
@@ -88,31 +96,36 @@ class RealEndpoints:
         provenance.model_copy(update={"drafter": record, "files": files}).save(folder / FILE_NAME)
         return register_version(self.places, folder.parent, name)
 
-    def promote(self, version: VersionRecord, **changes: Any) -> Any:
-        """Approved by alice, and deployed with a quick canary."""
-        deployment = {
+    def real_settings(self, version: VersionRecord, **changes: Any) -> DeploySettings:
+        """A quick canary of a version."""
+        fields: dict[str, Any] = {
+            "version": version.version,
             "endpoint_name": ENDPOINT,
             "model": "tiny",
-            "rollout": RolloutSettings(percent=30, wait_s=40, termination_wait_s=5, max_execution_s=900),
+            "rollout": RolloutSettings(percent=30, wait_s=30, termination_wait_s=5, max_execution_s=900),
             # Judged on whole periods of 10 s, the fastest there are. Beside another fleet that starts, latency on
             # a small machine says nothing about a drafter.
             "alarms": AlarmSettings(period_s=10, evaluation_periods=2, datapoints=2, max_latency_ratio=None),
             "probe": ProbeSettings(prompts=PROMPTS, max_tokens=32, interval_s=1.0, num_smoke=2),
-            **changes,
         }
+        return DeploySettings(**{**fields, **changes})
+
+    def promote(self, version: VersionRecord, **changes: Any) -> Any:
+        """Approved by alice, and deployed."""
         answer = ApprovalAnswer(decision="approve", approver="alice", reason="measured better")
-        return promote_drafter(
-            PromoteSettings(
-                version=version.version, deployment=DeploySettings.model_validate(deployment), answer=answer
-            )
-        )
+        deployment = self.real_settings(version, **changes)
+        return promote_drafter(PromoteSettings(version=version.version, deployment=deployment, answer=answer))
+
+    def start_deployment(self, version: VersionRecord) -> subprocess.Popen[bytes]:
+        """Approved, and being deployed by a process of its own."""
+        approve(version)
+        return self.start_flow(self.real_settings(version))
 
     def load(self, **changes: Any) -> SteadyLoad:
         return SteadyLoad(self.plane.url, ENDPOINT, **changes)
 
-    def champion(self) -> str | None:
-        found = champion()
-        return found.version if found else None
-
-    def config_name(self) -> str:
-        return str(self.plane.describe(ENDPOINT)["EndpointConfigName"])
+    def stage(self) -> str | None:
+        """Where an update stands, in SageMaker's word; None when there is none."""
+        pending = self.plane.describe(ENDPOINT).get("PendingDeploymentSummary")
+        variants = pending["ProductionVariants"] if pending else []
+        return str(variants[0]["VariantStatus"][0]["Status"]) if variants else None
