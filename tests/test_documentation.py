@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,32 +77,30 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
     assert {name for name in named if not ((ROOT / name).exists() or (page.parent / name).exists())} == set()
 
 
-def files_of_the_tree() -> set[str]:
-    """Paths that the README's tree names; an indented line lies in the folder of the line above it."""
+def test_the_tree_of_the_readme_names_folders_that_exist() -> None:
     tree = re.search(r"## What is where\n\n```\n(.*?)```", README, re.DOTALL)
     assert tree is not None
-    folder, paths = "", set()
     for line in tree.group(1).splitlines():
-        name = line.split()[0]
-        assert len(line.split()) > 1 or name.endswith("/"), f"{name} is not explained"
-        if not line.startswith(" "):
-            folder = name if name.endswith("/") else ""
-        paths.add(folder + name if line.startswith(" ") else name)
-    return paths
+        name, *explanation = line.split()
+        assert (ROOT / name).exists(), name
+        assert explanation, f"{name} is not explained"
 
 
-def test_the_tree_of_the_readme_names_every_module() -> None:
-    sources = {
-        str(path.relative_to(ROOT))
-        for folder in ("flows", "tasks", "drafter", "containers", "examples")
-        for path in (ROOT / folder).rglob("*.py")
+def test_the_page_of_modules_is_current() -> None:
+    script = [sys.executable, "scripts/list_modules.py", "--print"]
+    shown = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert (ROOT / "docs/modules.md").read_text(encoding="utf-8") == shown, "python scripts/list_modules.py"
+
+
+def test_every_folder_of_modules_is_on_that_page() -> None:
+    text = (ROOT / "docs/modules.md").read_text(encoding="utf-8")
+    folders = {
+        str(path.parent.relative_to(ROOT))
+        for top in ("flows", "tasks", "drafter", "containers", "benchmarks", "examples")
+        for path in (ROOT / top).rglob("*.py")
         if path.name != "__init__.py" and "build" not in path.parts
     }
-    assert sources - files_of_the_tree() == set()
-
-
-def test_the_tree_of_the_readme_names_nothing_else() -> None:
-    assert {name for name in files_of_the_tree() if not (ROOT / name).exists()} == set()
+    assert {folder for folder in folders if f"## {folder}/" not in text} == set()
 
 
 def test_the_readme_shows_what_was_measured() -> None:
