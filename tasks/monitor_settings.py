@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from drafter.config import Settings
 from tasks.endpoint_settings import ENDPOINT_NAME, ProbeSettings
@@ -69,7 +69,9 @@ class MonitorSettings(Settings):
 
     endpoint_name: str = Field(default="fledge", pattern=ENDPOINT_NAME, description="Endpoint to look at.")
     window_s: int = Field(
-        default=300, ge=10, multiple_of=10, description="Length of a window; CloudWatch's periods fit in."
+        default=300,
+        ge=10,
+        description="Length of a window, a period that CloudWatch knows: 10, 20, 30 or a multiple of 60.",
     )
     settle_s: int = Field(
         default=60,
@@ -87,3 +89,10 @@ class MonitorSettings(Settings):
     thresholds: MonitorThresholds = Field(
         default_factory=MonitorThresholds, description="When a window is bad, and what bad windows lead to."
     )
+
+    @field_validator("window_s")
+    @classmethod
+    def _is_a_period(cls, window_s: int) -> int:
+        if window_s not in (10, 20, 30) and window_s % 60:
+            raise ValueError(f"window_s is {window_s}, expected 10, 20, 30 or a multiple of 60")
+        return window_s

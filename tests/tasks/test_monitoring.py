@@ -247,5 +247,5 @@ def test_a_shift_of_the_traffic_leads_to_one_rollback_and_no_flapping() -> None:
 def test_thresholds_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ValidationError, match="roll_back_below must not exceed retrain_below"):
         MonitorThresholds(roll_back_below=0.7)
-    with pytest.raises(ValidationError):
-        MonitorSettings(window_s=7)
+    with pytest.raises(ValidationError, match="window_s is 45, expected 10, 20, 30 or a multiple of 60"):
+        MonitorSettings(window_s=45)
