@@ -31,7 +31,8 @@ from containers.local.capture import CaptureWriter
 from containers.local.deployment import Deployments
 from containers.local.endpoint_operations import EndpointOperations
 from containers.local.faults import Fault, Faults
-from containers.local.fleet import Fleet, FleetSpec
+from containers.local.fleet import Fleet
+from containers.local.fleet_spec import FleetSpec
 from containers.local.metrics import Metrics
 from containers.local.operations import Operations
 from containers.local.resource_operations import ResourceOperations

@@ -15,13 +15,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from containers.local.arn import resource_arn
-from containers.local.fleet import FleetFailed, FleetSpec
+from containers.local.fleet_spec import FleetFailed, not_healthy
 from containers.local.records import IN_PROGRESS, DeploymentRecord, EndpointRecord, VariantRecord
 from containers.local.rollout import Rollout, plan_rollout
 from containers.local.running import RunningFleets
+from containers.local.shares import weighted_fleets
 from containers.local.store import Store
 from containers.local.traffic import Route, Traffic
 
@@ -197,7 +198,8 @@ class Deployments:
         """Step by step, each watched for its wait; a restart goes on with the rest of the wait it was in.
 
         Raises:
-            RollBack: an alarm, or a new fleet with nobody in service.
+            RollBack: an alarm.
+            FleetFailed: a new fleet with nobody in service.
         """
         num_done = self._deployment(name).num_steps_done
         if self._deployment(name).stage != "waiting_to_end":
@@ -235,12 +237,14 @@ class Deployments:
             )
 
     def _require_in_service(self, name: str) -> None:
+        """No traffic goes to a fleet that answers nobody.
+
+        Raises:
+            FleetFailed: a new fleet has no instance in service.
+        """
         for variant in self._deployment(name).variants:
             if variant.spec.instance_count and not self._fleets.num_in_service(variant.spec):
-                raise RollBack(
-                    f"The primary container for production variant {variant.name} did not pass the ping health "
-                    "check. Please check CloudWatch logs for this endpoint."
-                )
+                raise not_healthy(variant.spec, "none of its instances is in service any more")
 
     def _commit(self, name: str) -> None:
         record, deployment = self._known(name), self._deployment(name)
@@ -344,26 +348,3 @@ class Deployments:
             if fleet is not None:
                 routes.append(Route(fleet, weight, spec.variant_name, spec.config_name, capture))
         self._traffic.set(record.name, routes)
-
-
-def new_share(record: EndpointRecord) -> float:
-    """Share of an endpoint's traffic, 0 to 1, that the fleets of its deployment take now."""
-    deployment = record.deployment
-    if deployment is None or deployment.num_steps_done == 0:
-        return 0.0
-    steps = plan_rollout(deployment.settings, deployment.instance_count).steps
-    return steps[deployment.num_steps_done - 1].share
-
-
-def weighted_fleets(record: EndpointRecord) -> list[tuple[FleetSpec, float, dict[str, Any] | None]]:
-    """The fleets that answer for an endpoint, with their weights and data capture.
-
-    A fleet that stands by with weight 0 is listed: the router turns to it when nobody else can answer.
-    """
-    if record.status in {"Creating", "Deleting", "Failed"}:
-        return []
-    share = new_share(record)
-    fleets = [(variant, variant.weight * (1 - share)) for variant in record.variants]
-    if record.deployment is not None and record.deployment.num_steps_done:
-        fleets += [(variant, variant.weight * share) for variant in record.deployment.variants]
-    return [(variant.spec, weight, variant.capture) for variant, weight in fleets]

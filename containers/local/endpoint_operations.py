@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
 from containers.local.alarms import Alarms
 from containers.local.api_errors import already_exists, in_progress, limit_exceeded, not_found, validation
 from containers.local.arn import resource_arn
-from containers.local.deployment import Deployments, new_share
+from containers.local.deployment import Deployments
+from containers.local.endpoint_description import describe_endpoint
 from containers.local.faults import Faults
-from containers.local.fleet import FleetSpec
 from containers.local.listing import one_page
 from containers.local.records import IN_PROGRESS, DeploymentRecord, EndpointRecord, VariantRecord
 from containers.local.resource_operations import ResourceOperations
 from containers.local.rollout import plan_rollout
 from containers.local.running import RunningFleets
 from containers.local.store import Resource, Store
-
-# What SageMaker takes when an endpoint config does not say.
-_DOWNLOAD_TIMEOUT_S = 3600
-_STARTUP_TIMEOUT_S = 480
-_RETAINABLE = ("DesiredInstanceCount", "DesiredWeight", "DataCaptureConfig")
+from containers.local.variants import resized, retained, variant_record
 
 
 class EndpointOperations:
@@ -78,7 +73,7 @@ class EndpointOperations:
         record = self._at_rest(request["EndpointName"])
         config = self._resources.find("endpoint-config", request["EndpointConfigName"])
         self._resources.find("endpoint-config", record.config_name)  # SageMaker needs the present one too
-        variants = _retained(self._variants(record.name, config), record, request)
+        variants = retained(self._variants(record.name, config), record, request)
         _require_same_names(record, variants)
         settings = request.get("DeploymentConfig")
         if settings is None and request.get("RetainDeploymentConfig"):
@@ -107,7 +102,7 @@ class EndpointOperations:
                 raise validation(f'Could not find variant "{change["VariantName"]}" of endpoint "{arn}".')
             if "ServerlessUpdateConfig" in change:
                 raise validation("ServerlessUpdateConfig is not supported by the SageMaker of this machine.")
-            wanted[variant.name] = _resized(
+            wanted[variant.name] = resized(
                 variant, change.get("DesiredWeight"), change.get("DesiredInstanceCount")
             )
         scaling = tuple(wanted.values())
@@ -126,20 +121,7 @@ class EndpointOperations:
     async def describe_endpoint(self, request: dict[str, Any]) -> dict[str, Any]:
         record = self._existing(request["EndpointName"])
         stored = self._resources.find("endpoint", record.name)
-        answer = {
-            "EndpointName": record.name,
-            "EndpointArn": resource_arn("endpoint", record.name),
-            "EndpointConfigName": record.config_name,
-            "EndpointStatus": record.status,
-            "CreationTime": stored.created_at,
-            "LastModifiedTime": stored.modified_at,
-            "ProductionVariants": [self._variant_summary(record, variant) for variant in record.variants],
-            "DataCaptureConfig": _capture_summary(record),
-            "FailureReason": record.failure_reason and record.failure_reason[:1024],
-            "LastDeploymentConfig": record.last_settings,
-            "PendingDeploymentSummary": self._pending(record),
-        }
-        return {name: value for name, value in answer.items() if value is not None}
+        return describe_endpoint(record, stored, self._fleets)
 
     async def list_endpoints(self, request: dict[str, Any]) -> dict[str, Any]:
         page, token = one_page(self._store.all("endpoint"), request)
@@ -196,122 +178,11 @@ class EndpointOperations:
 
     def _variants(self, endpoint_name: str, config: Resource) -> tuple[VariantRecord, ...]:
         return tuple(
-            _variant_record(
+            variant_record(
                 endpoint_name, config, variant, self._resources.find("model", variant["ModelName"]).body
             )
             for variant in config.body["ProductionVariants"]
         )
-
-    def _variant_summary(self, record: EndpointRecord, variant: VariantRecord) -> dict[str, Any]:
-        """A variant that the endpoint runs, or (while Creating) will run."""
-        status, since = None, self._resources.find("endpoint", record.name).modified_at
-        if record.status in {"Creating", "Updating", "Deleting"} and record.deployment is None:
-            status = record.status
-        wanted = {other.name: other for other in record.scaling or ()}.get(variant.name, variant)
-        return self._summary(variant, wanted, 1 - new_share(record), status, since)
-
-    def _pending(self, record: EndpointRecord) -> dict[str, Any] | None:
-        deployment = record.deployment
-        if deployment is None:
-            return None
-        status = {"creating": "Creating", "baking": "Baking", "waiting_to_end": "Baking"}[deployment.stage]
-        since = deployment.stage_started_at
-        summaries = [
-            {
-                **self._summary(variant, variant, new_share(record), status, since),
-                "InstanceType": variant.spec.instance_type,
-            }
-            for variant in deployment.variants
-        ]
-        return {
-            "EndpointConfigName": deployment.config_name,
-            "ProductionVariants": summaries,
-            "StartTime": deployment.started_at,
-        }
-
-    def _summary(
-        self, variant: VariantRecord, wanted: VariantRecord, share: float, status: str | None, since: float
-    ) -> dict[str, Any]:
-        running = self._fleets.num_in_service(variant.spec)
-        image = variant.spec.image
-        summary: dict[str, Any] = {
-            "VariantName": variant.name,
-            "DeployedImages": [
-                {"SpecifiedImage": image, "ResolvedImage": image, "ResolutionTime": variant.resolved_at}
-            ],
-            "CurrentWeight": variant.weight * share,
-            "DesiredWeight": wanted.weight,
-            "CurrentInstanceCount": running,
-            "DesiredInstanceCount": wanted.spec.instance_count,
-        }
-        if status is not None:
-            summary["VariantStatus"] = [{"Status": status, "StartTime": since}]
-        if variant.from_pools:
-            summary["InstancePools"] = [
-                {"InstanceType": variant.spec.instance_type, "CurrentInstanceCount": running}
-            ]
-        return summary
-
-
-def _variant_record(
-    endpoint_name: str, config: Resource, variant: Mapping[str, Any], model: Mapping[str, Any]
-) -> VariantRecord:
-    container = model["PrimaryContainer"]
-    pools = sorted(variant.get("InstancePools", []), key=lambda pool: pool["Priority"])
-    types = [variant["InstanceType"]] if not pools else [pool["InstanceType"] for pool in pools]
-    source = container.get("ModelDataSource", {}).get("S3DataSource", {})
-    spec = FleetSpec(
-        fleet_id=f"{config.name}-{variant['VariantName']}-{uuid.uuid4().hex[:8]}",
-        endpoint_name=endpoint_name,
-        config_name=config.name,
-        variant_name=variant["VariantName"],
-        instance_type=types[0],
-        instance_count=variant["InitialInstanceCount"],
-        image=container["Image"],
-        environment=container.get("Environment", {}),
-        model_data=source.get("S3Uri") or container.get("ModelDataUrl"),
-        additional_sources={
-            extra["ChannelName"]: extra["S3DataSource"]["S3Uri"]
-            for extra in container.get("AdditionalModelDataSources", [])
-        },
-        download_timeout_s=variant.get("ModelDataDownloadTimeoutInSeconds", _DOWNLOAD_TIMEOUT_S),
-        startup_timeout_s=variant.get("ContainerStartupHealthCheckTimeoutInSeconds", _STARTUP_TIMEOUT_S),
-    )
-    return VariantRecord(
-        spec=spec,
-        weight=variant.get("InitialVariantWeight", 1.0),
-        capture=config.body.get("DataCaptureConfig"),
-        resolved_at=time.time(),
-        other_types=tuple(types[1:]),
-        from_pools=bool(pools),
-    )
-
-
-def _resized(variant: VariantRecord, weight: float | None, count: int | None) -> VariantRecord:
-    spec = variant.spec if count is None else variant.spec.model_copy(update={"instance_count": count})
-    return variant.model_copy(update={"spec": spec, "weight": variant.weight if weight is None else weight})
-
-
-def _retained(
-    variants: tuple[VariantRecord, ...], record: EndpointRecord, request: Mapping[str, Any]
-) -> tuple[VariantRecord, ...]:
-    """RetainAllVariantProperties: weights, counts and capture of the running variants, but for the excluded."""
-    if not request.get("RetainAllVariantProperties"):
-        return variants
-    excluded = {item["VariantPropertyType"] for item in request.get("ExcludeRetainedVariantProperties", [])}
-    kept = [name for name in _RETAINABLE if name not in excluded]
-    present = {variant.name: variant for variant in record.variants}
-    changed = []
-    for variant in variants:
-        old = present.get(variant.name)
-        if old is not None:
-            weight = old.weight if "DesiredWeight" in kept else None
-            count = old.spec.instance_count if "DesiredInstanceCount" in kept else None
-            variant = _resized(variant, weight, count)
-            if "DataCaptureConfig" in kept:
-                variant = variant.model_copy(update={"capture": old.capture})
-        changed.append(variant)
-    return tuple(changed)
 
 
 def _require_same_names(record: EndpointRecord, variants: tuple[VariantRecord, ...]) -> None:
@@ -321,17 +192,3 @@ def _require_same_names(record: EndpointRecord, variants: tuple[VariantRecord, .
             f"The production variant names of the new endpoint configuration {new} must be those of the "
             f"endpoint's present one {old}."
         )
-
-
-def _capture_summary(record: EndpointRecord) -> dict[str, Any] | None:
-    capture = record.variants[0].capture if record.variants else None
-    if capture is None:
-        return None
-    enabled = capture.get("EnableCapture", True)
-    return {
-        "EnableCapture": enabled,
-        "CaptureStatus": "Started" if enabled and record.status != "Creating" else "Stopped",
-        "CurrentSamplingPercentage": capture["InitialSamplingPercentage"],
-        "DestinationS3Uri": capture["DestinationS3Uri"],
-        "KmsKeyId": capture.get("KmsKeyId", ""),
-    }

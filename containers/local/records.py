@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from containers.local.fleet import FleetSpec
+from containers.local.fleet_spec import FleetSpec
 
 # Where a deployment stands. Once decided it leaves the record: a success becomes the endpoint's variants, a
 # failure its FailureReason, and the fleets that lost are `ending`.

@@ -6,7 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator
 
-from containers.local.fleet import Fleet, FleetSpec
+from containers.local.fleet import Fleet
+from containers.local.fleet_spec import FleetSpec
 
 # On a stop of the server: long enough for most answers, short enough for whoever asked it to stop.
 SHUTDOWN_DRAIN_S = 2.0

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from containers.local.deployment import Deployments, weighted_fleets
-from containers.local.fleet import FleetFailed, FleetSpec
+from containers.local.deployment import Deployments
+from containers.local.fleet_spec import FleetFailed, FleetSpec
 from containers.local.records import DeploymentRecord, EndpointRecord, VariantRecord
 from containers.local.rollout import plan_rollout
 from containers.local.running import RunningFleets
+from containers.local.shares import weighted_fleets
 from containers.local.store import Kind, Store
 from containers.local.traffic import Traffic
 
