@@ -27,7 +27,7 @@ class TrainingJobSettings(Settings):
     )
     spot: bool = Field(
         default=True,
-        description="Use spare capacity, at about a third of the price; interruptions continue from a checkpoint.",
+        description="Use spare capacity, at a lower price; an interrupted training continues from its checkpoint.",
     )
     max_run_s: int = Field(
         default=24 * 3600, ge=60, le=28 * 24 * 3600, description="Limit of seconds spent training."

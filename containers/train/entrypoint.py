@@ -40,6 +40,9 @@ EXIT_TERMINATED = 128 + signal.SIGTERM
 _SAID_ERROR = re.compile(
     r"^python -m drafter train: .*?\n  expected: .*?\n  what to do: [^\n]*", re.DOTALL | re.MULTILINE
 )
+_TORCHRUNS_REPORT = re.compile(
+    r"^E\d{4} .*torch/distributed/", re.MULTILINE
+)  # what follows is not the trainer's
 _KILLED = re.compile(r"^\s*exitcode\s*: -(\d+) ", re.MULTILINE)
 
 
@@ -231,7 +234,8 @@ def reason_of(exit_code: int, said: str) -> str:
     if killed is not None:
         likely = "; it ran out of memory, most likely" if killed[1] == "9" else ""
         return f"the trainer was ended by signal {killed[1]}{likely}"
-    return f"the trainer ended with exit code {exit_code}; its last lines:\n{said.rstrip()[-700:]}"
+    own = _TORCHRUNS_REPORT.split(said, maxsplit=1)[0]
+    return f"the trainer ended with exit code {exit_code}; its last lines:\n{own.rstrip()[-700:]}"
 
 
 def publish(training: Path, model: Path) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +86,18 @@ def test_the_trainers_own_words_are_the_reason(root: Path) -> None:
     assert len(reason) <= 1024
 
 
+@pytest.mark.slow
+def test_of_a_crash_the_trainers_own_last_lines_are_the_reason(tmp_path: Path) -> None:
+    """Below them torchrun reports at length that something failed, and never what."""
+    from containers.train.entrypoint import reason_of
+
+    (tmp_path / "crash.py").write_text("raise RuntimeError('CUDA out of memory')\n")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    done = subprocess.run([*torchrun, "-m", "crash"], cwd=tmp_path, capture_output=True, text=True)
+    assert "ChildFailedError" in done.stderr
+    assert reason_of(done.returncode, done.stderr).endswith("RuntimeError: CUDA out of memory")
+
+
 @pytest.fixture(scope="module")
 def channels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """States and target of a tiny training."""
@@ -103,8 +119,6 @@ def test_an_interrupted_training_goes_on_in_the_next_container(
     channels: dict[str, Path], tmp_path: Path
 ) -> None:
     """SIGTERM, then another machine that gets only what SageMaker kept in S3, then the end."""
-    import shutil
-
     first, second = tmp_path / "first", tmp_path / "second"
     hyperparameters = {**HYPERPARAMETERS, "num_epochs": 60, "checkpoint_interval_s": 3600}
     for root in (first, second):
@@ -148,8 +162,6 @@ def test_an_interrupted_training_goes_on_in_the_next_container(
 
 @pytest.mark.slow
 def test_a_trainer_that_is_killed_is_said_to_have_been(channels: dict[str, Path], tmp_path: Path) -> None:
-    import os
-
     set_up(tmp_path, channels, {**HYPERPARAMETERS, "num_epochs": 500})
     process = start(tmp_path, "train")
     wait_until(lambda: bool(steps_of(tmp_path / "checkpoints" / "training")), process)

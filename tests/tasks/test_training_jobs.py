@@ -324,24 +324,27 @@ def test_a_missing_image_is_named_before_anything_is_sent(
 
 
 @pytest.mark.slow
-def test_a_spot_interruption_costs_a_run_and_no_training(
-    platform: TrainingPlatform, settings: TrainSettings
+def test_a_spot_interruption_costs_an_instance_and_no_training(
+    platform: TrainingPlatform, settings: TrainSettings, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The real container twice: interrupted after some steps, then to the end, with only S3 between them."""
     platform.ending = "run"
     platform.interrupt_after = lambda root: num_steps(root / "checkpoints" / "training") >= 5
     long = settings.model_copy(update={"num_epochs": 60.0})
-    with pytest.raises(JobError, match=r"Interrupted.*\n.*\n.*continues from its checkpoint"):
-        train_on_sagemaker(long, CHOICES)
 
-    record = train_on_sagemaker(long, CHOICES)
+    with caplog.at_level("INFO", logger="fledge"):
+        record = train_on_sagemaker(long, CHOICES)
 
-    assert platform.operations().count("CreateTrainingJob") == 2
+    assert platform.operations().count("CreateTrainingJob") == 1
+    assert "Interrupted Spot capacity was taken back" in caplog.text
     assert is_complete(long.output)
     steps = [json.loads(line)["step"] for line in (long.output / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, record.num_steps + 1))
-    logs = sorted(platform.folder.glob("*/log"), key=lambda path: path.parent.name)
-    assert "stopped at step" in logs[0].read_text()
+    first, second = sorted(platform.folder.glob("*/log"))
+    assert "stopped at step" in first.read_text()
+    assert num_steps(first.parent / "checkpoints" / "training") < record.num_steps
+    assert not (first.parent / "model").exists()
+    assert (second.parent / "model" / "training.json").is_file()
 
     from drafter.config import ExportSettings
     from drafter.export import export
@@ -349,6 +352,15 @@ def test_a_spot_interruption_costs_a_run_and_no_training(
     export(
         ExportSettings(training=long.output, target=long.target, output=long.output.with_name("drafter-1"))
     )
+
+
+@pytest.mark.slow
+def test_the_containers_refusal_reaches_the_flow(platform: TrainingPlatform, settings: TrainSettings) -> None:
+    platform.ending = "run"
+    with pytest.raises(JobError, match=r"--device|cuda") as caught:
+        train_on_sagemaker(settings.model_copy(update={"device": "cuda:7"}), CHOICES)
+    assert "exit code" not in caught.value.remedy
+    assert not (settings.output / "training.json").exists()
 
 
 def num_steps(training: Path) -> int:

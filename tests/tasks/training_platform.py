@@ -105,28 +105,42 @@ class TrainingPlatform:
         return {}
 
     def _run(self, job: dict[str, Any]) -> None:
-        """One job from its channels to its result. An interruption is a spot one: the job fails to end here."""
-        root = self.folder / job["TrainingJobName"]
+        """One job from its channels to its result; a spot interruption goes on in another container."""
+        number = 1
+        while not self._run_container(job, self.folder / f"{job['TrainingJobName']}-{number}"):
+            job["SecondaryStatusTransitions"].append(
+                {
+                    "Status": "Interrupted",
+                    "StartTime": time.time(),
+                    "StatusMessage": "Spot capacity was taken back",
+                }
+            )
+            number += 1
+
+    def _run_container(self, job: dict[str, Any], root: Path) -> bool:
+        """One container on an instance that knows nothing of the one before; whether the job has ended."""
         for channel in job["InputDataConfig"]:
             uri = channel["DataSource"]["S3DataSource"]["S3Uri"]
             fetch(uri, root / "input" / "data" / channel["ChannelName"])
         set_up(root, {}, job["HyperParameters"])
         fetch(job["CheckpointConfig"]["S3Uri"], root / "checkpoints")
         process = start(root, "train")
+        is_interrupted = False
         while process.poll() is None:
             time.sleep(0.1)
             if self.interrupt_after is not None and self.interrupt_after(root):
-                self.interrupt_after = None
+                self.interrupt_after, is_interrupted = None, True
                 process.terminate()
         send(root / "checkpoints", job["CheckpointConfig"]["S3Uri"])
+        if is_interrupted:
+            return False
         send(root / "model", job["ModelArtifacts"]["S3ModelArtifacts"])
         if process.returncode == 0:
             job.update(TrainingJobStatus="Completed", SecondaryStatus="Completed")
-        elif failure_of(root):
+        else:
             reason = f"AlgorithmError: {failure_of(root)}, exit code: {process.returncode}"
             job.update(TrainingJobStatus="Failed", SecondaryStatus="Failed", FailureReason=reason)
-        else:
-            job.update(TrainingJobStatus="Stopped", SecondaryStatus="Interrupted")
+        return True
 
     def _handler(platform) -> type[BaseHTTPRequestHandler]:
         class Handler(BaseHTTPRequestHandler):
