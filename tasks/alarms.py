@@ -17,6 +17,7 @@ from tasks.logs import flow_logger
 from tasks.settings import Places
 
 _POLL_S = 5.0
+_MORE_PERIODS = 3
 
 
 @task(
@@ -104,8 +105,10 @@ def _let_old_figures_pass(aws: Aws, alarms: Sequence[dict[str, Any]]) -> None:
 
 
 def _longest_s(alarms: Sequence[dict[str, Any]]) -> float:
-    """How far back alarms look."""
-    return float(max((alarm["Period"] * alarm["EvaluationPeriods"] for alarm in alarms), default=60))
+    """How far back alarms look: CloudWatch judges some periods beyond those asked for, if these have data."""
+    return float(
+        max((alarm["Period"] * (alarm["EvaluationPeriods"] + _MORE_PERIODS) for alarm in alarms), default=60)
+    )
 
 
 def _has_figures(aws: Aws, alarms: Sequence[dict[str, Any]], window_s: float) -> bool:
