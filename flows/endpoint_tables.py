@@ -146,7 +146,7 @@ def _drafter(fleet: FleetStatus) -> str:
 def _share(status: EndpointStatus, fleet: FleetStatus) -> str:
     """Measured where requests came; all of it where there is nobody to share with."""
     if len(status.fleets) == 1:
-        return "all"
+        return "none" if status.status in ("Creating", "Failed", "Deleting") else "all"
     return "no requests" if fleet.share_of_traffic is None else f"{fleet.share_of_traffic:.0%}"
 
 

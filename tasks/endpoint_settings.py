@@ -87,6 +87,12 @@ class AlarmSettings(Settings):
         default=(), description="Names of further CloudWatch alarms of yours that take an update back."
     )
 
+    @field_validator("period_s", mode="before")
+    @classmethod
+    def _from_a_flag(cls, given: object) -> object:
+        """A command line gives text, which a Literal does not take for a number."""
+        return int(given) if isinstance(given, str) and given.isdecimal() else given
+
     @model_validator(mode="after")
     def _datapoints_within_periods(self) -> AlarmSettings:
         if self.datapoints > self.evaluation_periods:

@@ -10,7 +10,7 @@ from tasks.approval import WaitingRun
 from tasks.promotion import PromotionError, read_version
 from tasks.version_record import VersionRecord
 
-_POLL_S = 2.0
+_POLL_S = 4.0
 
 
 def wait_for_approval(waiting: WaitingRun, timeout_s: float = 300.0) -> VersionRecord:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from drafter.command_line import Verb, parse_verb
 from flows.command_line import VERBS, exit_code_of_doctor
@@ -90,3 +91,29 @@ def test_doctor_exits_with_1_when_something_needs_doing() -> None:
     well, ill = Check(name="a", found="b"), Check(name="a", found="b", remedy="c")
     assert exit_code_of_doctor([well]) == 0
     assert exit_code_of_doctor([well, ill]) == 1
+
+
+def test_flags_of_numbers_that_may_only_be_some_are_taken() -> None:
+    deploy = next(verb for verb in VERBS if verb.name == "deploy")
+    settings, _ = parse_verb("fledge", deploy, ["3", "--alarms.period-s", "10"])
+    assert settings.alarms.period_s == 10
+    with pytest.raises(ValidationError):
+        parse_verb("fledge", deploy, ["3", "--alarms.period-s", "20"])
+
+
+def test_the_short_form_of_drafting_takes_one_branch_only() -> None:
+    short = ["--parallel-drafting-spec.num-speculative-tokens", "4"]
+    deploy = next(verb for verb in VERBS if verb.name == "deploy")
+    settings, _ = parse_verb("fledge", deploy, ["3", *short])
+    assert settings.chosen_num_speculative_tokens == 4
+    done = run("deploy", "3", *short, "--parallel-drafting-spec.num-branches", "2")
+    assert done.returncode == 1
+    assert "num_branches is 2, expected 1" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_approval_names_who_and_why() -> None:
+    done = run("approve", "3")
+    assert done.returncode == 1
+    assert "--as is missing" in done.stderr
+    assert "--reason is missing" in done.stderr

@@ -52,7 +52,8 @@ def test_prefect_yaml_holds_values_that_the_flow_takes() -> None:
     import yaml
 
     with open("prefect.yaml", encoding="utf-8") as file:
-        (deployment,) = yaml.safe_load(file)["deployments"]
+        deployments = yaml.safe_load(file)["deployments"]
+    (deployment,) = [one for one in deployments if one["name"] == "retrain-drafter"]
 
     RetrainSettings.model_validate(deployment["parameters"]["settings"])
     assert [schedule["active"] for schedule in deployment["schedules"]] == [False]
