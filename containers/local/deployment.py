@@ -90,7 +90,8 @@ class Deployments:
         await self._fleets.shut_down()
 
     def _drive(self, name: str) -> None:
-        task = asyncio.create_task(self._finish(name), name=f"endpoint {name}")
+        before = self._tasks.get(name)  # of a failed endpoint that is deleted while its fleets still end
+        task = asyncio.create_task(self._finish_after(before, name), name=f"endpoint {name}")
         self._tasks[name] = task
         task.add_done_callback(lambda done: self._forget(name, done))
 
@@ -99,6 +100,11 @@ class Deployments:
             del self._tasks[name]
         if not done.cancelled() and done.exception() is not None:
             _log.error("endpoint %s is stuck", name, exc_info=done.exception())
+
+    async def _finish_after(self, before: asyncio.Task[None] | None, name: str) -> None:
+        if before is not None:
+            await asyncio.gather(before, return_exceptions=True)
+        await self._finish(name)
 
     async def _finish(self, name: str) -> None:
         """Whatever is unfinished about an endpoint, finish it."""

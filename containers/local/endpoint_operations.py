@@ -112,10 +112,11 @@ class EndpointOperations:
 
     async def delete_endpoint(self, request: dict[str, Any]) -> dict[str, Any]:
         record = self._existing(request["EndpointName"])
-        if record.status in IN_PROGRESS or record.ending:
+        if record.status in IN_PROGRESS:
             raise in_progress(record.name)
-        specs = tuple(variant.spec for variant in record.variants)
-        self._deployments.begin(record.but(status="Deleting", ending=specs))
+        specs = {spec.fleet_id: spec for spec in record.ending}
+        specs |= {variant.spec.fleet_id: variant.spec for variant in record.variants}
+        self._deployments.begin(record.but(status="Deleting", ending=tuple(specs.values())))
         return {}
 
     async def describe_endpoint(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -283,3 +283,18 @@ def test_an_endpoint_that_cannot_be_brought_back_is_failed(
     store.put("endpoint", ENDPOINT, record.model_dump(mode="json"))
     after = asyncio.run(Server(store, set(), failures={"old": FleetFailed("Gone.")}).live())
     assert (after.status, after.failure_reason) == ("Failed", "Gone.")
+
+
+def test_a_failed_endpoint_can_be_deleted_while_its_fleets_still_end(tmp_path: Path) -> None:
+    async def fail_and_delete() -> EndpointRecord | None:
+        server = Server(Store(tmp_path / "state.db"), set(), failures={"old": FleetFailed("No capacity.")})
+        creating = updating(None, time.time()).but(status="Creating", deployment=None)
+        server.deployments.begin(creating)
+        while (record := server.deployments.record(ENDPOINT)) is None or record.status != "Failed":
+            await asyncio.sleep(0)
+        assert record.ending, "meant to be deleted in the middle of it"
+        server.deployments.begin(record.but(status="Deleting"))
+        await server.deployments.settled(ENDPOINT)
+        return server.deployments.record(ENDPOINT)
+
+    assert asyncio.run(fail_and_delete()) is None
