@@ -249,10 +249,7 @@ def rolled_back(aws: Aws, endpoint: Endpoint, plan: EndpointPlan, heard: list[st
         ". ".join(reason.rstrip(".") for reason in reasons)
         or "SageMaker gives no reason, and no alarm sounds any more"
     )
-    given = (
-        f"SageMaker took the update of {plan.endpoint_name} to {plan.served_name} ({plan.config_name}) back: "
-        f"{why}. It runs {endpoint.config_name}"
-    )
+    given = f"SageMaker took the update of {plan.endpoint_name} to {plan.served_name} ({plan.config_name}) back: {why}"
     if any(words in why for words in _NO_CAPACITY):
         return _failure(given)
     return EndpointRolledBack(
@@ -337,7 +334,7 @@ def explain_outcome(plan: EndpointPlan, problem: FledgeError) -> EndpointError:
     """The problem of a shift, with what the endpoint runs now; its alarms are not needed any more."""
     aws = connect_aws(Places())
     endpoint = find_endpoint(aws, plan.endpoint_name)
-    now = f"it is {endpoint.status} on {endpoint.config_name}" if endpoint else "it has been deleted"
+    now = f"is {endpoint.status} on {endpoint.config_name}" if endpoint else "has been deleted"
     delete_alarms(aws, [alarm["AlarmName"] for alarm in plan.alarms])
     kind = EndpointRolledBack if isinstance(problem, EndpointRolledBack) else DrafterUnfit
-    return kind(f"{problem.given}. Endpoint {plan.endpoint_name}: {now}", problem.expected, problem.remedy)
+    return kind(f"{problem.given}. Endpoint {plan.endpoint_name} {now}", problem.expected, problem.remedy)

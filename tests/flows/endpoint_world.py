@@ -115,6 +115,9 @@ class EndpointWorld:
 
     def start_flow(self, settings: DeploySettings) -> subprocess.Popen[bytes]:
         """The deployment as a process of its own, to be killed."""
+        from prefect.settings import get_current_settings
+
+        server = get_current_settings().api.url  # the tests' own, instead of another one for this process
         code = (
             "import sys; from pathlib import Path; import tasks.catalogue as c; "
             "c.CATALOGUE = Path(sys.argv[2]); from flows.deploy_endpoint import deploy_endpoint; "
@@ -124,7 +127,7 @@ class EndpointWorld:
         log = open(self.places.home / "flow.log", "ab")  # noqa: SIM115 - the process keeps it
         return subprocess.Popen(
             [sys.executable, "-c", code, settings.model_dump_json(), str(self.catalogue)],
-            cwd=ROOT, stdout=log, stderr=log, env=dict(os.environ), start_new_session=True,
+            cwd=ROOT, stdout=log, stderr=log, env={**os.environ, "PREFECT_API_URL": str(server)}, start_new_session=True,
         )  # fmt: skip
 
     @property

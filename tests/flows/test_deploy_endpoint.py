@@ -113,7 +113,7 @@ def test_a_killed_deployment_is_taken_up_again(
     settings = world.settings(v2)
     settings = settings.model_copy(update={"rollout": settings.rollout.model_copy(update={"wait_s": 15})})
     process = world.start_flow(settings)
-    wait_until(lambda: world.plane.describe(ENDPOINT)["EndpointStatus"] == "Updating", timeout_s=120)
+    wait_until(lambda: world.plane.describe(ENDPOINT)["EndpointStatus"] == "Updating", timeout_s=300)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert world.champion() == "1"
