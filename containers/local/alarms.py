@@ -63,9 +63,8 @@ class Alarms:
 
     async def wait_for_alarm(self, names: Sequence[str], timeout_s: float) -> str | None:
         """The first of these alarms to be in ALARM, at once if one is; None when time is up without."""
-        with_time_limit = max(0.0, timeout_s)
         try:
-            async with asyncio.timeout(with_time_limit), self._ticked:
+            async with asyncio.timeout(max(0.0, timeout_s)), self._ticked:
                 while not (up := [name for name in names if name in self._in_alarm]):
                     await self._ticked.wait()
                 return up[0]

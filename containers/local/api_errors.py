@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from containers.local.arn import ACCOUNT, resource_arn
+from containers.local.arn import resource_arn
 
 _WORDS = {"model": "model", "endpoint-config": "endpoint configuration", "endpoint": "endpoint"}
 
@@ -47,4 +47,7 @@ def throttled() -> ApiError:
 
 
 def unknown_operation(target: str) -> ApiError:
-    return ApiError("UnknownOperationException", f"{target} is not an operation of account {ACCOUNT}.")
+    return ApiError(
+        "UnknownOperationException",
+        f"{target or 'No X-Amz-Target'}: the SageMaker of this machine has no such operation.",
+    )
