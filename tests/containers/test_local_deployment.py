@@ -117,6 +117,23 @@ def test_an_alarm_puts_all_traffic_on_the_old_fleet_within_seconds(plane: Contro
     assert any(answer.startswith("failed") for answer in seen), "v2 was meant to fail"
 
 
+def test_a_canary_that_crashes_is_taken_back_and_costs_at_most_what_it_was_answering(
+    plane: ControlPlane,
+) -> None:
+    plane.create_config(V2, {"FAKE_CRASH_AFTER_S": "4"})
+    plane.create_alarm("v2-crash", ENDPOINT, V2)
+    with steady_load(plane, ENDPOINT, every_s=0.05) as seen:
+        update(plane, V2, canary(percent=50, wait_s=120, alarms=("v2-crash",)))
+        after = plane.settled(ENDPOINT)
+    assert after["EndpointConfigName"] == V1
+    assert after["FailureReason"]
+    assert V2 in seen, "it was meant to have traffic before it crashed"
+    failed = [answer for answer in seen if answer.startswith("failed")]
+    crashes = plane.log.count("is lost")
+    assert len(failed) <= crashes, failed  # one client: at most one request is on its way in each crash
+    assert all("ModelError" in answer for answer in failed)
+
+
 def alarm_states(plane: ControlPlane) -> list[str]:
     return [alarm["StateValue"] for alarm in plane.cloudwatch.describe_alarms()["MetricAlarms"]]
 
