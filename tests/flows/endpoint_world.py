@@ -93,7 +93,7 @@ class EndpointWorld:
         approve(version)
         return version
 
-    def settings(self, version: VersionRecord, **changes: Any) -> DeploySettings:
+    def settings(self, version: VersionRecord, /, **changes: Any) -> DeploySettings:
         """A quick canary of a version."""
         fields: dict[str, Any] = {
             "version": version.version,
