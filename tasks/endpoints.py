@@ -55,8 +55,9 @@ def find_endpoint(aws: Aws, name: str) -> Endpoint | None:
     """The endpoint of this name, or None."""
     try:
         description = aws.sagemaker.describe_endpoint(EndpointName=name)
+        tags = read_tags(aws, description["EndpointArn"])
     except AwsError as error:
-        if error.is_not_found:
+        if error.is_not_found:  # also when it vanished between the two
             return None
         raise
     pending = description.get("PendingDeploymentSummary") or {}
@@ -67,7 +68,7 @@ def find_endpoint(aws: Aws, name: str) -> Endpoint | None:
         config_name=description.get("EndpointConfigName", ""),
         pending_config_name=pending.get("EndpointConfigName"),
         failure_reason=description.get("FailureReason"),
-        tags=read_tags(aws, description["EndpointArn"]),
+        tags=tags,
         description=description,
     )
 
@@ -223,18 +224,23 @@ def progress_of(endpoint: Endpoint) -> str:
 
 
 def delete_and_wait(aws: Aws, endpoint_name: str, deadline_s: float = 900) -> None:
-    """Delete an endpoint and wait until its name is free."""
-    try:
-        aws.sagemaker.delete_endpoint(EndpointName=endpoint_name)
-    except AwsError as error:
-        if not error.is_not_found:
-            raise
+    """Delete an endpoint and wait until its name is free; one that is being changed, as soon as that is over."""
     deadline = time.monotonic() + deadline_s
-    while find_endpoint(aws, endpoint_name) is not None:
+    while (endpoint := find_endpoint(aws, endpoint_name)) is not None:
+        if endpoint.status != "Deleting":
+            _ask_to_delete(aws, endpoint_name)
         if time.monotonic() > deadline:
             raise EndpointError(
-                f"endpoint {endpoint_name} is still being deleted after {deadline_s:.0f} s",
+                f"endpoint {endpoint_name} is still {endpoint.status} after {deadline_s:.0f} s",
                 "it to be gone",
                 "wait, and run this again",
             )
         time.sleep(POLL_S)
+
+
+def _ask_to_delete(aws: Aws, endpoint_name: str) -> None:
+    try:
+        aws.sagemaker.delete_endpoint(EndpointName=endpoint_name)
+    except AwsError as error:
+        if not (error.is_not_found or "in-progress" in error.message):
+            raise

@@ -207,9 +207,15 @@ def wait_for_creation(plan: EndpointPlan, deadline_s: float) -> None:
     if endpoint.status == "InService" and endpoint.config_name == plan.config_name:
         return
     reason = endpoint.failure_reason or f"it is {endpoint.status}"
+    failure = _failure(
+        f"endpoint {plan.endpoint_name} could not be created with {plan.config_name}: {reason}"
+    )
     if endpoint.status == "Failed":
-        delete_and_wait(aws, plan.endpoint_name)
-    raise _failure(f"endpoint {plan.endpoint_name} could not be created with {plan.config_name}: {reason}")
+        try:
+            delete_and_wait(aws, plan.endpoint_name)
+        except FledgeError as problem:  # the reason above is what counts
+            flow_logger().warning("the failed endpoint is still there: %s", problem.given)
+    raise failure
 
 
 @task(name="watch-update", cache_policy=NO_CACHE)

@@ -131,6 +131,15 @@ def test_the_next_instance_type_is_tried_where_there_is_no_capacity(
     assert endpoint.instance_type == "ml.c5.2xlarge"
 
 
+def test_a_creation_that_fails_leaves_nothing_and_says_why(world: EndpointWorld, tmp_path: Path) -> None:
+    version = world.register(tmp_path, "a")
+    with pytest.raises(EndpointError, match=r"could not be created with .*: .*"):
+        deploy_endpoint(world.settings(version, environment={"FAKE_EXIT_AT_START": "true"}))
+    assert not world.plane.sagemaker.list_endpoints()["Endpoints"]
+    assert world.champion() is None
+    assert deploy_endpoint(world.settings(version)).status == "InService"
+
+
 def test_an_update_of_somebody_else_is_not_disturbed(
     world: EndpointWorld, v1: VersionRecord, v2: VersionRecord
 ) -> None:
