@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit, urlunsplit
 
-from pydantic import AliasChoices, Field, SecretStr, field_validator
+from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from drafter.errors import FledgeError
 
 
 class Places(BaseSettings):
@@ -70,6 +72,17 @@ class Places(BaseSettings):
         "fledge up runs on this home, else AWS.",
     )
 
+    def __init__(self, **values: Any) -> None:
+        """From the environment, and what is given by name.
+
+        Raises:
+            FledgeError: a variable holds what its field does not take.
+        """
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise _explain(error) from None
+
     @field_validator("approvers", mode="before")
     @classmethod
     def _split_at_commas(cls, given: object) -> object:
@@ -124,6 +137,20 @@ class Places(BaseSettings):
         if not pages.startswith(("http://", "https://")):
             return None
         return f"{without_credentials(pages).rstrip('/')}/#/models/{self.model_name}/versions/{version}"
+
+
+def _explain(error: ValidationError) -> FledgeError:
+    """The first mistake by the name of its variable. The value is not shown where it may be a secret."""
+    problem = error.errors(include_url=False)[0]
+    name = str(problem["loc"][0]) if problem["loc"] else ""
+    field = Places.model_fields.get(name)
+    secret = field is not None and "Secret" in str(field.annotation)
+    variable = name if name.startswith("AWS_") else f"FLEDGE_{name.upper()}"
+    return FledgeError(
+        variable if secret else f"{variable} is {problem['input']!r}",
+        problem["msg"],
+        f"set it to: {field.description}" if field is not None else "correct the variable, or unset it",
+    )
 
 
 def without_credentials(uri: str) -> str:

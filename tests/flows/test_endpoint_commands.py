@@ -122,7 +122,7 @@ class TestVerbs:
         line = next(line for line in done.stdout.splitlines() if ENDPOINT in line)
         for part in ("InService", SERVED, "all", "1 x ml.g7e.2xlarge", "unknown", "birds-v7-0123abcd"):
             assert part in line
-        assert "unknown an hour" in done.stdout
+        assert "what they cost is unknown" in done.stdout
 
     def test_status_as_json_is_for_scripts(self, terminal: Terminal) -> None:
         (status,) = terminal.json("status", ENDPOINT)  # type: ignore[misc]
@@ -178,13 +178,24 @@ class TestVerbs:
         assert "arguments:" in done.stdout
         assert SERVED in done.stdout
 
+    def test_a_config_that_somebody_deleted_does_not_hide_the_endpoint(self, terminal: Terminal) -> None:
+        plane = terminal.plane
+        make_config(plane, "wasps-v1-0123abcd", version="1")
+        plane.create_endpoint("wasps", "wasps-v1-0123abcd")
+        plane.sagemaker.delete_endpoint_config(EndpointConfigName="wasps-v1-0123abcd")
+        (status,) = terminal.json("status", "wasps")  # type: ignore[misc]
+        (fleet,) = status["fleets"]
+        assert (fleet["version"], fleet["instance_count"], fleet["usd_per_hour"]) == (None, 1, None)
+        assert "not deployed by Fledge" in terminal.run("status", "wasps").stdout
+        plane.sagemaker.delete_endpoint(EndpointName="wasps")
+
     def test_an_update_shows_both_fleets_and_what_each_really_got(self, terminal: Terminal) -> None:
         plane = terminal.plane
         make_config(plane, "birds-v8-0123abcd", version="8")
         canary = {
             "Type": "CANARY",
             "CanarySize": {"Type": "CAPACITY_PERCENT", "Value": 50},
-            "WaitIntervalInSeconds": 60,
+            "WaitIntervalInSeconds": 900,  # longer than any machine needs for what follows
         }
         plane.sagemaker.update_endpoint(
             EndpointName=ENDPOINT,
