@@ -23,7 +23,7 @@ from tasks.promotion import PromotionError, read_version
 from tasks.version_record import VersionRecord
 from tests.containers.control_plane import steady_load
 from tests.containers.data_plane import wait_until
-from tests.flows.endpoint_world import ENDPOINT, EndpointWorld
+from tests.flows.endpoint_world import ENDPOINT, FAST_ALARMS, EndpointWorld
 from tests.tasks.drafters_on_disk import REJECTED
 from tests.tasks.registered_versions import register_version
 
@@ -90,6 +90,24 @@ def test_a_bad_version_is_taken_back_in_silence_and_reported_aloud(
     # The drafter was at fault, not the endpoint: the next version goes through.
     assert deploy_endpoint(world.settings(v2)).version == "2"
     assert read_version("2").rollback_reason is None
+
+
+def test_a_version_three_times_as_slow_as_the_fleet_beside_it_is_taken_back(
+    world: EndpointWorld, tmp_path: Path
+) -> None:
+    first, second = world.register(tmp_path, "a"), world.register(tmp_path, "b")
+    deploy_endpoint(world.settings(first, environment={"FAKE_LATENCY_S": "0.3"}))
+    before = world.config_name()
+    settings = world.settings(
+        second,
+        environment={"FAKE_LATENCY_S": "0.9"},
+        alarms=FAST_ALARMS.model_copy(update={"max_latency_ratio": 2.0}),
+        rollout={"percent": 50, "wait_s": 60, "termination_wait_s": 1, "max_execution_s": 600},
+    )
+    with pytest.raises(EndpointRolledBack, match="latency over that of the fleet beside it"):
+        deploy_endpoint(settings)
+    assert world.config_name() == before
+    assert world.champion() == "1"
 
 
 def test_a_version_that_fails_its_first_chats_is_moved_back(
