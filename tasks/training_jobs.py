@@ -15,7 +15,6 @@ from typing import Any
 from drafter.config import TrainSettings
 from drafter.errors import CheckpointError, FledgeError
 from drafter.files import atomic_path, write_text_atomically
-from drafter.provenance import read_provenance
 from drafter.records import StatesRecord, TrainingRecord
 from drafter.target import load_target
 from tasks.aws import Aws, AwsError, connect_aws, explained, require_bucket, require_role
@@ -23,7 +22,7 @@ from tasks.jobs import JobCrashed, JobError, locked
 from tasks.logs import flow_logger
 from tasks.settings import Places
 from tasks.training_request import TrainingJob, TrainingJobSettings, TrainingPlaces, build_trainer
-from tasks.upload_drafter import upload_files, upload_target
+from tasks.upload_drafter import upload_drafter, upload_files, upload_target
 
 MANIFEST = "manifest.json"
 RECORD = "training.json"
@@ -89,9 +88,7 @@ def _upload_inputs(settings: TrainSettings) -> dict[str, str]:
         "target": upload_target.fn(settings.target),
     }
     if settings.warm_start is not None:
-        drafter = read_provenance(settings.warm_start)
-        files = [settings.warm_start / name for name in (*drafter.files, "provenance.json")]
-        inputs["warm_start"] = upload_files(files, f"drafters/{drafter.drafter.digest}/")
+        inputs["warm_start"] = upload_drafter.fn(settings.warm_start)
     return inputs
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import boto3
 import pytest
 
+from containers.train.entrypoint import read_value
 from drafter.config import TrainSettings
 from drafter.errors import CheckpointError, FledgeError
 from drafter.records import StatesRecord, TrainingRecord
@@ -164,10 +165,7 @@ def test_the_request_is_what_sagemaker_accepts_and_the_settings_say(
         "EnableNetworkIsolation": True,
         "Tags": [{"Key": "fledge.training", "Value": "training-ab12cd34ef56ab12"}],
     }
-    read_back = {
-        key: json.loads(text) if text[:1] in '[{"0123456789tf' else text
-        for key, text in hyperparameters.items()
-    }
+    read_back = {key: read_value(text) for key, text in hyperparameters.items()}
     paths = {"states": settings.states, "target": settings.target, "output": settings.output}
     assert TrainSettings.model_validate({**read_back, **paths}) == settings
 
