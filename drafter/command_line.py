@@ -205,9 +205,10 @@ def _explain(program: str, verb: Verb, error: ValidationError) -> str:
         raise error  # a bug of ours, not the user's flags: keep the traceback
     lines = []
     for problem in error.errors(include_url=False):
-        flag = "--" + ".".join(str(part).replace("_", "-") for part in problem["loc"])
+        path = ".".join(str(part).replace("_", "-") for part in problem["loc"])
+        flag = f"--{path}" if path else "flags that do not fit together,"
         given = "is missing" if problem["type"] == "missing" else f"given {problem['input']!r}"
-        expected = "a value" if problem["type"] == "missing" else problem["msg"]
+        expected = "a value" if problem["type"] == "missing" else problem["msg"].removeprefix("Value error, ")
         lines.append(f"{program} {verb.name}: {flag} {given}\n  expected: {expected}")
     return "\n".join([*lines, f"  what to do: see {program} {verb.name} --help"])
 

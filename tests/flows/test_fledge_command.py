@@ -112,6 +112,14 @@ def test_the_short_form_of_drafting_takes_one_branch_only() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_flags_that_contradict_each_other_are_told_as_such() -> None:
+    short = ["--parallel-drafting-spec.num-speculative-tokens", "4"]
+    done = run("deploy", "3", "--num-speculative-tokens", "2", *short)
+    assert done.returncode == 1
+    assert "flags that do not fit together" in done.stderr
+    assert "expected: num_speculative_tokens is 2 and the parallel_drafting_spec says 4" in done.stderr
+
+
 def test_an_approval_names_who_and_why() -> None:
     done = run("approve", "3")
     assert done.returncode == 1
