@@ -11,22 +11,19 @@ from tasks.version_record import MeasuredAcceptance, MeasuredSpeed, VersionRecor
 
 
 def approval_text(version: VersionRecord, deployment: DeploySettings | None, expires_at: datetime) -> str:
-    """Markdown for the form of one version.
+    """Markdown for the form of one version. The form is narrow and scrolls, so what matters most is on top.
 
     Raises:
         EndpointError: the model to deploy is not in the catalogue.
     """
     parts = [
-        f"# Put `{version.uri}` into production?",
-        _champion_line(version),
-        *_rollback_line(version),
-        "## What was measured",
-        _table(version),
-        "## What the gate found",
-        "\n".join(f"- {reason}" for reason in version.reasons) or "No reasons are recorded.",
-        "## What follows an approval",
+        f"### Put version {version.version} of {version.name} into production?",
+        " ".join([_champion_line(version), *_rollback_line(version), _links(version)]),
+        *_tables(version),
+        "**After an approval**",
         _what_follows(version, deployment),
-        _links(version),
+        "**What the gate found**",
+        "\n".join(f"- {reason}" for reason in version.reasons) or "No reasons are recorded.",
         f"Digests: drafter `{version.drafter_digest[:12]}`, evaluation `{version.evaluation_digest[:12]}`. "
         f"The form is withdrawn at {expires_at:%Y-%m-%d %H:%M} UTC. A change of the champion, the version or "
         "its measurements before your answer makes the answer void.",
@@ -49,26 +46,23 @@ def _rollback_line(version: VersionRecord) -> list[str]:
     return [f"**It was taken back once, at {at}: {version.rollback_reason}**"]
 
 
-def _table(version: VersionRecord) -> str:
-    """One line a domain at the chosen K: acceptance and speed beside the champion and no speculation."""
-    if version.num_speculative_tokens is None:
-        return "No K was chosen."
+def _tables(version: VersionRecord) -> list[str]:
+    """Acceptance and speed at the chosen K, one line a domain, beside the champion and no speculation."""
+    k = version.num_speculative_tokens
+    if k is None:
+        return ["No K was chosen."]
     acceptance, speed = version.acceptance_of(), version.speed_of()
     rival_acceptance, rival_speed = version.acceptance_of("champion"), version.speed_of("champion")
-    lines = [
-        f"Served with K={version.num_speculative_tokens}, one request at a time or the fewest measured:",
-        "",
-        "| domain | acceptance length | champion's | tokens/s | champion's | no speculation |",
-        "|---|--:|--:|--:|--:|--:|",
-    ]
-    for domain in sorted({*acceptance, *speed}):
-        lines.append(
-            f"| {domain} | {_acceptance(acceptance.get(domain))} | {_acceptance(rival_acceptance.get(domain))} "
-            f"| {_speed(speed.get(domain))} | {_speed(rival_speed.get(domain))} | {_plain(speed.get(domain))} |"
-        )
+    lengths = [f"| acceptance length, K={k} | this | champion |", "|---|--:|--:|"]
+    for domain, one in acceptance.items():
+        lengths.append(f"| {domain} | {_acceptance(one)} | {_acceptance(rival_acceptance.get(domain))} |")
+    speeds = ["| tokens/s | this | champion | no drafter |", "|---|--:|--:|--:|"]
+    for domain, fast in speed.items():
+        speeds.append(f"| {domain} | {_speed(fast)} | {_speed(rival_speed.get(domain))} | {_plain(fast)} |")
+    tables = ["\n".join(lengths), "\n".join(speeds)]
     if not rival_acceptance and version.champion is not None:
-        lines += ["", "It was not measured beside a champion; figures of another evaluation do not compare."]
-    return "\n".join(lines)
+        tables.append("It was not measured beside a champion; figures of another evaluation do not compare.")
+    return tables
 
 
 def _acceptance(one: MeasuredAcceptance | None) -> str:

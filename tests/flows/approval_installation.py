@@ -128,7 +128,7 @@ def approval_installation(home: Path, port: int) -> Iterator[ApprovalInstallatio
     worker = Service("worker", worker_command, home / "logs/worker.log")
     try:
         server.start(environment)
-        server.wait_until_ready()
+        server.wait_until_ready(TIMEOUT_S)
         for command in (
             ("work-pool", "create", "fledge", "--type", "process"),
             ("deploy", "-n", "promote-drafter", "-n", "expire-approval"),

@@ -31,8 +31,10 @@ def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApprovalInstal
 def choose(page: Page, form: Locator, label: str, option: str) -> None:
     """Pick an option of a list in the form."""
     field = form.locator(".p-label", has_text=label).first
-    field.locator(".p-select").first.click()
-    page.locator(".p-select-options .p-select-option", has_text=option).first.click()
+    # Opened by key: a click opens the list and closes it at once when the page is slow.
+    field.locator(".p-select-button__control").first.press("ArrowDown")
+    page.locator(".p-select-option", has_text=option).first.click()
+    expect(field.locator(".p-select-button__value")).to_have_text(option)
 
 
 def test_a_person_approves_a_version_in_the_browser(
@@ -49,16 +51,18 @@ def test_a_person_approves_a_version_in_the_browser(
     expect(form.get_by_text("1.86 (1.76 to 1.96)")).to_be_visible()
     expect(form.get_by_role("link", name="Report")).to_have_attribute("href", str(version.report))
     page.screenshot(path=screenshots / "6-approval-form.png", full_page=True)
+    form.get_by_text("makes the answer void").scroll_into_view_if_needed()
+    page.screenshot(path=screenshots / "7-approval-form-end-of-text.png", full_page=True)
 
     choose(page, form, "Decision", "approve")
     choose(page, form, "Approver", "alice")
     form.get_by_role("button", name="Submit").click()
     page.wait_for_timeout(3000)
     assert prefect.run(run)["state"]["name"] == "Suspended", "a form without a reason is refused"
-    page.screenshot(path=screenshots / "7-approval-form-without-reason.png", full_page=True)
+    page.screenshot(path=screenshots / "8-approval-form-without-reason.png", full_page=True)
 
     form.locator(".p-label", has_text="Reason").locator("input, textarea").first.fill("better on code")
-    page.screenshot(path=screenshots / "8-approval-form-filled-in.png", full_page=True)
+    page.screenshot(path=screenshots / "9-approval-form-filled-in.png", full_page=True)
     form.get_by_role("button", name="Submit").click()
 
     assert prefect.wait_for_end(run)["name"] == "Completed"
@@ -67,4 +71,4 @@ def test_a_person_approves_a_version_in_the_browser(
     assert (approval.approver, approval.reason, approval.flow_run) == ("alice", "better on code", run)
     page.reload()
     expect(page.get_by_text("Completed").first).to_be_visible(timeout=PATIENCE_MS)
-    page.screenshot(path=screenshots / "9-approved-run.png", full_page=True)
+    page.screenshot(path=screenshots / "10-approved-run.png", full_page=True)

@@ -50,7 +50,8 @@ def test_the_form_waits_without_a_process_refuses_what_is_wrong_and_records_what
     second = prefect.promote(version.version)
     prefect.wait_for_form(second)  # the worker's only slot is free, or this would never come
 
-    assert "| code | 1.86 (1.76 to 1.96) | 1.74 (1.64 to 1.84) | 72.0 | 67.0 | 58.0 |" in text
+    assert "| code | 1.86 (1.76 to 1.96) | 1.74 (1.64 to 1.84) |" in text
+    assert "| code | 72.0 | 67.0 | 58.0 |" in text
     assert "AL 2.0 is above 1.5" in text
     assert version.report is not None
     assert f"[Report]({version.report})" in text

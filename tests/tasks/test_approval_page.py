@@ -19,10 +19,13 @@ EXPIRES_AT = datetime(2026, 3, 8, 12, tzinfo=UTC)
 def test_it_shows_what_was_measured_and_what_the_gate_found(places: Places, tmp_path: Path) -> None:
     text = approval_text(register_version(places, tmp_path), None, EXPIRES_AT)
 
-    assert text.startswith("# Put `models:/fledge-drafter/1` into production?")
+    assert text.startswith("### Put version 1 of fledge-drafter into production?")
     assert "There is no champion yet" in text
-    assert "| code | 1.86 (1.76 to 1.96) | 1.74 (1.64 to 1.84) | 72.0 | 67.0 | 58.0 |" in text
-    assert "| general | 1.09 (0.99 to 1.19) |  | 44.0 |  |  |" in text
+    assert "| acceptance length, K=3 | this | champion |" in text
+    assert "| code | 1.86 (1.76 to 1.96) | 1.74 (1.64 to 1.84) |" in text
+    assert "| general | 1.09 (0.99 to 1.19) |  |" in text
+    assert "| code | 72.0 | 67.0 | 58.0 |" in text
+    assert "| general | 44.0 |  |  |" in text
     assert "- AL 2.0 is above 1.5" in text
     assert f"[Report]({(tmp_path / 'evaluation-a/report.html').as_uri()})" in text
     assert "nothing is deployed" in text
