@@ -21,6 +21,7 @@ from tasks.stages import is_complete, train_drafter
 from tasks.training_jobs import train_on_sagemaker
 from tasks.training_request import TrainingJobSettings
 from tests.containers.policies import allows
+from tests.tasks.drafters_on_disk import export_drafter
 from tests.tasks.training_platform import TrainingPlatform, send
 
 IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/fledge-train:1"
@@ -135,8 +136,10 @@ def complete(
 
 @pytest.mark.slow
 def test_the_request_is_what_sagemaker_accepts_and_the_settings_say(
-    platform: TrainingPlatform, settings: TrainSettings, bucket: Any
+    platform: TrainingPlatform, settings: TrainSettings, bucket: Any, tmp_path: Path
 ) -> None:
+    predecessor = export_drafter(tmp_path / "predecessor")
+    settings = settings.model_copy(update={"warm_start": tmp_path / "predecessor"})
     platform.ending = {"TrainingJobStatus": "Stopped", "SecondaryStatus": "MaxRuntimeExceeded"}
     with pytest.raises(JobError):
         train_on_sagemaker(settings, TrainingJobSettings(max_run_s=3600, max_wait_s=600, poll_interval_s=0.1))
@@ -152,6 +155,7 @@ def test_the_request_is_what_sagemaker_accepts_and_the_settings_say(
     assert channels == {
         "states": "s3://fledge/training/states-states-states-ab12/",
         "target": f"s3://fledge/targets/{target}/",
+        "warm_start": f"s3://fledge/drafters/{predecessor.digest}/",
     }
     assert request == {
         # no entrypoint and no arguments: the image's own, which hands SIGTERM on
@@ -166,7 +170,7 @@ def test_the_request_is_what_sagemaker_accepts_and_the_settings_say(
         "Tags": [{"Key": "fledge.training", "Value": "training-ab12cd34ef56ab12"}],
     }
     read_back = {key: read_value(text) for key, text in hyperparameters.items()}
-    paths = {"states": settings.states, "target": settings.target, "output": settings.output}
+    paths = {name: getattr(settings, name) for name in ("states", "target", "output", "warm_start")}
     assert TrainSettings.model_validate({**read_back, **paths}) == settings
 
     keys = {item["Key"] for item in bucket.list_objects_v2(Bucket="fledge")["Contents"]}
