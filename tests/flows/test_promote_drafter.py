@@ -133,14 +133,18 @@ def test_killed_after_the_answer_the_retried_run_asks_no_second_time(
     prefect.wait_until(run, lambda state: state["name"] == "Running")
     for process in prefect.processes():
         kill(process)
-    # Runner and worker both report the crash; a retry between the two would be crashed by the second.
-    state = prefect.wait_until(run, lambda state: "infrastructure exited" in (state["message"] or ""))
+    state = prefect.wait_for_end(run)
     assert state["type"] == "CRASHED", state
     assert read_version(version.version).approval is None, "killed too late for this test"
 
     _retry(prefect, run)
+    state = prefect.wait_for_end(run)
+    if "infrastructure exited" in (state["message"] or ""):
+        # The worker reports a crash some seconds after the runner has: it crashed the run just retried.
+        _retry(prefect, run)
+        state = prefect.wait_for_end(run)
 
-    assert prefect.wait_for_end(run)["name"] == "Completed"
+    assert state["name"] == "Completed"
     assert prefect.states(run).count("Suspended") == 1
     approval = require_approved(version.version).approval
     assert approval is not None
