@@ -53,7 +53,7 @@ def _tables(version: VersionRecord) -> list[str]:
         return ["No K was chosen."]
     acceptance, speed = version.acceptance_of(), version.speed_of()
     rival_acceptance, rival_speed = version.acceptance_of("champion"), version.speed_of("champion")
-    lengths = [f"| acceptance length, K={k} | this | champion |", "|---|--:|--:|"]
+    lengths = [f"| acceptance, K={k} | this | champion |", "|---|--:|--:|"]
     for domain, one in acceptance.items():
         lengths.append(f"| {domain} | {_acceptance(one)} | {_acceptance(rival_acceptance.get(domain))} |")
     speeds = ["| tokens/s | this | champion | no drafter |", "|---|--:|--:|--:|"]

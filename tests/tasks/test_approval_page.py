@@ -21,7 +21,7 @@ def test_it_shows_what_was_measured_and_what_the_gate_found(places: Places, tmp_
 
     assert text.startswith("### Put version 1 of fledge-drafter into production?")
     assert "There is no champion yet" in text
-    assert "| acceptance length, K=3 | this | champion |" in text
+    assert "| acceptance, K=3 | this | champion |" in text
     assert "| code | 1.86 (1.76 to 1.96) | 1.74 (1.64 to 1.84) |" in text
     assert "| general | 1.09 (0.99 to 1.19) |  |" in text
     assert "| code | 72.0 | 67.0 | 58.0 |" in text
