@@ -22,8 +22,8 @@ of the keys seen so far, beginning with the edge, and needs no maximum.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -173,33 +173,82 @@ def _block_starts(first: Tensor, last: Tensor, chain: Tensor | None, rows_per_bl
     return starts
 
 
-@dataclass
 class KeyValueStore:
-    """Keys and values of one layer's stream, and the gradient that is collected there.
+    """Keys and values of one layer's stream, in tiles, and the gradient that is collected for them.
+
+    Args:
+        key, value: [G, S, E] after rotation.
+        columns: C, keys of a tile.
+    """
+
+    def __init__(self, key: Tensor, value: Tensor, columns: int) -> None:
+        self.columns = columns
+        self._tiles = [
+            _Tile.of(*(x[:, start : start + columns] for x in (key, value)))
+            for start in range(0, key.shape[1], columns)
+        ]
+        self._gradient_shape = key.mT.shape
+        self._gradients: tuple[Tensor, Tensor] | None = None
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """Of keys and values, [G, E, S], made on first use.
+
+        float32 whatever the compute type, because many segments add to them.
+        """
+        if self._gradients is None:
+            device = self._tiles[0].key.device
+            key, value = (torch.zeros(self._gradient_shape, device=device) for _ in range(2))
+            self._gradients = key, value
+        return self._gradients
+
+    def tiles(self, keys: slice) -> Iterator[tuple[_Tile, slice]]:
+        """The tiles that hold some keys, cut where they hold others too, and the keys in each."""
+        start = keys.start
+        while start < keys.stop:
+            index, offset = divmod(start, self.columns)
+            stop = min((index + 1) * self.columns, keys.stop)
+            tile = self._tiles[index]
+            whole = offset == 0 and stop - start == tile.key.shape[1]
+            yield tile if whole else tile.cut(offset, offset + stop - start), slice(start, stop)
+            start = stop
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Some keys.
 
     Attributes:
-        key, value: [G, S, E] after rotation.
-        key_columns, value_columns: [G, E + extra, S], the same transposed, above rows of ones.
-        key_gradient, value_gradient: [G, E, S], made on first use. float32 whatever the compute type,
-            because many segments add to them.
+        key, value: [G, C, E].
+        key_columns, value_columns: [G, E + extra, C], the same transposed, above rows of ones.
     """
 
     key: Tensor
     value: Tensor
-    key_columns: Tensor = field(init=False)
-    value_columns: Tensor = field(init=False)
-    key_gradient: Tensor | None = field(init=False, default=None)
-    value_gradient: Tensor | None = field(init=False, default=None)
+    key_columns: Tensor
+    value_columns: Tensor
 
-    def __post_init__(self) -> None:
-        self.key_columns, self.value_columns = _with_ones(self.key), _with_ones(self.value)
+    @classmethod
+    def of(cls, key: Tensor, value: Tensor) -> _Tile:
+        return cls(key.contiguous(), value.contiguous(), _with_ones(key), _with_ones(value))
 
-    def gradients(self) -> tuple[Tensor, Tensor]:
-        """The two gradient buffers."""
-        if self.key_gradient is None or self.value_gradient is None:
-            self.key_gradient = torch.zeros(self.key.mT.shape, dtype=torch.float32, device=self.key.device)
-            self.value_gradient = torch.zeros_like(self.key_gradient)
-        return self.key_gradient, self.value_gradient
+    @classmethod
+    def joined(cls, tiles: Sequence[_Tile]) -> _Tile:
+        if len(tiles) == 1:
+            return tiles[0]
+        return cls(
+            torch.cat([tile.key for tile in tiles], 1),
+            torch.cat([tile.value for tile in tiles], 1),
+            torch.cat([tile.key_columns for tile in tiles], 2),
+            torch.cat([tile.value_columns for tile in tiles], 2),
+        )
+
+    def cut(self, start: int, stop: int) -> _Tile:
+        return _Tile(
+            self.key[:, start:stop],
+            self.value[:, start:stop],
+            self.key_columns[:, :, start:stop],
+            self.value_columns[:, :, start:stop],
+        )
 
 
 def _extra_columns(device: torch.device) -> int:
@@ -290,19 +339,19 @@ class _Attention(torch.autograd.Function):
         query, key, value = _split(projection, call)
         ctx.own = None
         if call.store is None:
-            call.store = KeyValueStore(key, value)
+            call.store = KeyValueStore(key, value, plan.columns)
         elif plan.own_keys:
-            ctx.own = KeyValueStore(key, value)
+            ctx.own = KeyValueStore(key, value, plan.columns)
         ctx.is_real = ctx.own is None
         output = torch.empty_like(query)
         log_sum = query.new_empty(query.shape[:3], dtype=torch.float32)
-        tiles = _Tiles(call.store, ctx.own, plan.columns)
+        keys = _Keys(call.store, ctx.own)
         for block in plan.blocks:
-            _attend_block(query, tiles, block, output, log_sum)
+            _attend_block(query, keys, block, output, log_sum)
         if not bool(log_sum.isfinite().all()):
             # A later score beat all earlier ones by more than float32's exponent can hold.
             for block in plan.blocks:
-                _attend_block(query, tiles, block.widened(), output, log_sum)
+                _attend_block(query, keys, block.widened(), output, log_sum)
         ctx.call = call
         ctx.num_rows, ctx.width = projection.shape
         ctx.save_for_backward(query, output, log_sum)
@@ -315,72 +364,33 @@ class _Attention(torch.autograd.Function):
         shape = (len(gradients[0]), heads.num_kv_heads, heads.group, heads.head_dim)
         output_gradient = gradients[0].reshape(shape).permute(1, 2, 0, 3)
         query_gradient = torch.empty_like(query)
-        tiles = _Tiles(call.store, ctx.own, call.plan.columns)
+        keys = _Keys(call.store, ctx.own)
         for block in call.plan.blocks:
             rows = (slice(None), slice(None), block.rows)
             queries, upstream = _fold(query[rows]), _fold(output_gradient[rows])
             inner = (upstream.float() * _fold(output[rows])).sum(-1, keepdim=True)
             work = _BlockGradient(queries, upstream, _fold(log_sum[rows][..., None]), inner)
-            for tile in tiles.of(block):
-                work.add(tile)
+            edge, pieces = keys.edge(block)
+            work.add(edge, pieces, block.bias)
+            for tile, columns in call.store.tiles(block.prefix):
+                work.add(tile, ((call.store, columns),))
             query_gradient[rows] = work.query_gradient.view(query_gradient[rows].shape)
         key_gradient, value_gradient = (call.store if ctx.is_real else ctx.own).gradients()
         return _join(ctx, query_gradient, key_gradient, value_gradient), None
 
 
 @dataclass(frozen=True)
-class _Tile:
-    """Some keys of a block: [G, C, E], [G, E + extra, C], where their gradient goes [G, E, C], and masks."""
-
-    key: Tensor
-    value: Tensor
-    key_columns: Tensor
-    value_columns: Tensor
-    bias: Tensor | None
-    pieces: tuple[tuple[KeyValueStore, slice], ...]
-
-    def add_gradients(self, key_gradient: Tensor, value_gradient: Tensor) -> None:
-        """Add gradients [G, E, C] where the keys and values came from."""
-        start = 0
-        for store, columns in self.pieces:
-            stop = start + columns.stop - columns.start
-            for buffer, gradient in zip(store.gradients(), (key_gradient, value_gradient), strict=True):
-                buffer[:, :, columns] += gradient[:, :, start:stop]
-            start = stop
-
-
-@dataclass(frozen=True)
-class _Tiles:
-    """Keys and values as blocks see them."""
+class _Keys:
+    """Keys and values as blocks see them: the real stream's, and the rows' own."""
 
     store: KeyValueStore
     own: KeyValueStore | None
-    columns: int
 
-    def of(self, block: Block) -> Iterator[_Tile]:
-        """The edge first, then the prefix from its start."""
-        yield self.edge(block)
-        for start in range(block.prefix.start, block.prefix.stop, self.columns):
-            stop = min(start + self.columns, block.prefix.stop)
-            yield self._of(((self.store, slice(start, stop)),), None)
-
-    def edge(self, block: Block) -> _Tile:
+    def edge(self, block: Block) -> tuple[_Tile, tuple[tuple[KeyValueStore, slice], ...]]:
+        """The edge as one tile, and where its gradients go, in order."""
         pieces = ((self.store, block.edge), *(((self.own, block.rows),) if self.own is not None else ()))
-        return self._of(pieces, block.bias)
-
-    def _of(self, pieces: tuple[tuple[KeyValueStore, slice], ...], bias: Tensor | None) -> _Tile:
-        return _Tile(
-            _joined([store.key[:, columns] for store, columns in pieces], 1),
-            _joined([store.value[:, columns] for store, columns in pieces], 1),
-            _joined([store.key_columns[:, :, columns] for store, columns in pieces], 2),
-            _joined([store.value_columns[:, :, columns] for store, columns in pieces], 2),
-            bias,
-            pieces,
-        )
-
-
-def _joined(parts: list[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        tiles = [tile for store, keys in pieces for tile, _ in store.tiles(keys)]
+        return _Tile.joined(tiles), pieces
 
 
 def _fold(x: Tensor) -> Tensor:
@@ -394,26 +404,33 @@ def _add_bias(scores: Tensor, bias: Tensor) -> Tensor:
     return scores
 
 
-def _attend_block(query: Tensor, tiles: _Tiles, block: Block, output: Tensor, log_sum: Tensor) -> None:
-    """Write a block's rows of `output` [G, J, R, E] and `log_sum` [G, J, R]."""
+def _attend_block(query: Tensor, keys: _Keys, block: Block, output: Tensor, log_sum: Tensor) -> None:
+    """Write a block's rows of `output` [G, J, R, E] and `log_sum` [G, J, R].
+
+    Scores of the prefix are taken relative to the log-sum-exp of the keys before. It is renewed whenever
+    the number of tiles has doubled: the first tile often holds a document's heaviest keys.
+    """
     rows = (slice(None), slice(None), block.rows)
     width = query.shape[-1]
     queries = _with_columns(_fold(query[rows]))
-    edge, *prefix = tiles.of(block)
-    assert edge.bias is not None
-    scores = _add_bias(torch.bmm(queries, edge.key_columns).float(), edge.bias)
+    edge, _ = keys.edge(block)
+    scores = _add_bias(torch.bmm(queries, edge.key_columns).float(), block.bias)
     probability = torch.softmax(scores, dim=-1)
     # The largest probability is exp(largest score - log-sum-exp): no further exponential is needed.
-    total = scores.amax(-1, keepdim=True) - probability.amax(-1, keepdim=True).log_()
+    reference = scores.amax(-1, keepdim=True) - probability.amax(-1, keepdim=True).log_()
     attended = torch.bmm(probability.to(query.dtype), edge.value).float()
-    for tile in prefix:
-        _subtract_in_product(queries, width, total)
+    total = torch.ones_like(reference)
+    for index, (tile, _) in enumerate(keys.store.tiles(block.prefix)):
+        if index & (index - 1) == 0:  # 0, 1, 2, 4, 8, ...
+            attended.div_(total)
+            reference.add_(total.log())
+            total.fill_(1)
+            _subtract_in_product(queries, width, reference)
         relative = torch.bmm(queries, tile.key_columns).exp_()
-        added = relative.sum(-1, keepdim=True, dtype=torch.float32)
-        attended.add_(torch.bmm(relative, tile.value)).div_(added + 1)
-        total.add_(added.log1p_())
-    output[rows] = attended.view(output[rows].shape)
-    log_sum[rows] = total.view(log_sum[rows].shape)
+        total.add_(relative.sum(-1, keepdim=True, dtype=torch.float32))
+        attended.add_(torch.bmm(relative, tile.value))
+    output[rows] = attended.div_(total).view(output[rows].shape)
+    log_sum[rows] = reference.add_(total.log_()).view(log_sum[rows].shape)
 
 
 class _BlockGradient:
@@ -433,16 +450,26 @@ class _BlockGradient:
         self.query_columns, self.upstream_columns = queries.mT.contiguous(), upstream.mT.contiguous()
         self.query_gradient = torch.zeros(queries.shape, dtype=torch.float32, device=queries.device)
 
-    def add(self, tile: _Tile) -> None:
+    def add(
+        self, tile: _Tile, pieces: tuple[tuple[KeyValueStore, slice], ...], bias: Tensor | None = None
+    ) -> None:
+        """Add what the keys of a tile contribute, theirs to the stores that they are pieces of."""
         scores = torch.bmm(self.queries, tile.key_columns)
-        if tile.bias is not None:
-            _add_bias(scores, tile.bias)
+        if bias is not None:
+            _add_bias(scores, bias)
         probability = scores.exp_()
         score_gradient = torch.bmm(self.upstream, tile.value_columns).mul_(probability)
         self.query_gradient.add_(torch.bmm(score_gradient, tile.key))
-        tile.add_gradients(
-            torch.bmm(self.query_columns, score_gradient), torch.bmm(self.upstream_columns, probability)
+        gradients = (
+            torch.bmm(self.query_columns, score_gradient),
+            torch.bmm(self.upstream_columns, probability),
         )
+        start = 0
+        for store, columns in pieces:
+            stop = start + columns.stop - columns.start
+            for buffer, gradient in zip(store.gradients(), gradients, strict=True):
+                buffer[:, :, columns].add_(gradient[:, :, start:stop])
+            start = stop
 
 
 def _split(projection: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:

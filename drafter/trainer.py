@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
@@ -23,8 +23,10 @@ from drafter.errors import FledgeError
 from drafter.files import write_text_atomically
 from drafter.initialization import TargetTensors, build_teacher
 from drafter.interruption import StopSignals
+from drafter.memory_budget import fit_step
 from drafter.metrics import FILE_NAME as METRICS_NAME
 from drafter.metrics import MetricsWriter, StepMetrics, read_metrics
+from drafter.model import DrafterConfig
 from drafter.optimization import Optimizer, learning_rate_share
 from drafter.preflight import require_fit
 from drafter.progress import Progress, track
@@ -93,6 +95,7 @@ class _Training:
             self.device,
         )
         self.optimizer = Optimizer(self.drafter, settings)
+        self.options = _step_options(settings, self.drafter.config, self.device)
         self.generator = torch.Generator().manual_seed(settings.seed)
         self.plan = PackingPlan(
             self.data.lengths,
@@ -149,11 +152,6 @@ class _Training:
     def step(self, group: list[PackedSequence]) -> Measured:
         """Gradients of a few packed sequences, averaged over all their supervised predictions; one update."""
         settings = self.settings
-        options = StepOptions(
-            dtype=getattr(torch, settings.dtype),
-            chains_per_segment=settings.chains_per_segment,
-            rows_per_chunk=settings.rows_per_chunk,
-        )
         work = []
         for sequence in group:
             batch = self.data.batch(sequence.documents)
@@ -164,7 +162,7 @@ class _Training:
         supervised = torch.stack([count_supervised(batch, chains) for batch, chains in work]).sum(0)
         normalizer = float(supervised.sum())
         results = [
-            two_stream_step(self.drafter, self.teacher, batch, chains, options, normalizer)
+            two_stream_step(self.drafter, self.teacher, batch, chains, self.options, normalizer)
             for batch, chains in work
         ]
         loss = float(sum(float(result.loss_sum) for result in results)) / normalizer
@@ -275,6 +273,20 @@ class _Training:
             if self.settings.warm_start
             else None,
         )
+
+
+def _step_options(settings: TrainSettings, config: DrafterConfig, device: torch.device) -> StepOptions:
+    """How steps are cut up: by the memory budget, and what the settings say themselves."""
+    options = fit_step(
+        config,
+        settings.max_length_tokens,
+        settings.num_depths,
+        getattr(torch, settings.dtype),
+        device,
+        settings.memory_budget_gb,
+    )
+    stated = {name: getattr(settings, name) for name in ("chains_per_segment", "rows_per_chunk")}
+    return replace(options, **{name: value for name, value in stated.items() if value is not None})
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ class StepOptions:
         rows_per_chunk: rows of logits in memory at once.
         attention_rows: rows of one attention block.
         attention_columns: most keys that such a block looks at in one product.
+        keep_feed_forward: whether the real stream keeps the inside of its feed-forwards for the backward.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -47,6 +48,7 @@ class StepOptions:
     rows_per_chunk: int = 1024
     attention_rows: int = 128
     attention_columns: int = 512
+    keep_feed_forward: bool = True
 
     @property
     def tiles(self) -> Tiles:
@@ -185,7 +187,9 @@ def real_stream(
             raise AssertionError("the real stream leaves its keys and values behind")
         stores.append(call.store)
         residual = residual[rows] if is_last and last_layer.row_index is not None else residual
-        projection, residual = _after_attention(drafter, index, attended, residual, weights)
+        projection, residual = _after_attention(
+            drafter, index, attended, residual, weights, options.keep_feed_forward
+        )
     return stores, projection
 
 
@@ -226,10 +230,15 @@ def placeholder_stream(
 
 
 def _after_attention(
-    drafter: Drafter, index: int, attended: Tensor, residual: Tensor, weights: ComputeWeights
+    drafter: Drafter,
+    index: int,
+    attended: Tensor,
+    residual: Tensor,
+    weights: ComputeWeights,
+    keep_feed_forward: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Finish layer `index` and begin the next: its projection, or after the last the normed output."""
-    output, residual = drafter.layer(index).finish(attended, residual, weights)
+    output, residual = drafter.layer(index).finish(attended, residual, weights, keep_feed_forward)
     if index + 1 == drafter.config.num_layers:
         return drafter.norm.add(output, residual)
     return drafter.layer(index + 1).later_input(output, residual, weights)

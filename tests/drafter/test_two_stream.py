@@ -96,6 +96,11 @@ def test_gradients_are_exact_for_every_grouping_of_heads(num_heads: int, num_kv_
     _compare(batch, _chains(batch), num_heads=num_heads, num_kv_heads=num_kv_heads)
 
 
+def test_feed_forwards_computed_twice_give_the_same_gradients() -> None:
+    batch = random_batch(PACKED)
+    _compare(batch, _chains(batch), StepOptions(torch.float32, keep_feed_forward=False))
+
+
 def test_a_full_draft_vocabulary_works() -> None:
     batch = random_batch((40, 22))
     _compare(batch, _chains(batch), draft_vocab_size=64)

@@ -38,32 +38,46 @@ def run_speculators(
     drafter: Drafter, teacher: TeacherHead, batch: PackedBatch, chains: Chains
 ) -> SpeculatorsResult:
     """Forward and backward of `PEagleDraftModel` in float32."""
-    from speculators.losses.eager import kl_div_loss
-    from speculators.models.peagle import core
-
-    model = _build(core.PEagleDraftModel, drafter, teacher)
-    chain, depth = chains.elements()
-    anchors = torch.cat([torch.arange(batch.num_slots), chains.anchors[chain]])
-    depths = torch.cat([torch.zeros(batch.num_slots, dtype=torch.int64), depth])
-    lengths = torch.tensor(batch.offsets).diff()
-    with mock.patch.object(core, "generate_cod_sample_indices", return_value=(anchors, depths)):
-        _, loss, metrics = model(
-            hidden_states=batch.auxiliary[None].float(),
-            input_ids=batch.input_ids[None],
-            document_ids=torch.arange(len(lengths)).repeat_interleave(lengths)[None],
-            loss_mask=batch.supervised[None].float(),
-            verifier_last_hidden_states=batch.final[None].float(),
-            loss_config={"kl_div": (kl_div_loss, 1.0)},
-            num_depths=chains.num_depths,
-        )
+    model = build_model(drafter, teacher)
+    loss, metrics = forward(model, batch, chains)
     loss.backward()
     correct = [int(metrics[f"position_{index}_acc_sum"]) for index in range(chains.num_depths)]
     return SpeculatorsResult(float(loss.detach()), correct, _gradients(model, drafter.config))
 
 
-def _build(model_class: type, drafter: Drafter, teacher: TeacherHead):  # type: ignore[no-untyped-def]
-    """Their model with our weights, every trained tensor wanting a gradient."""
+def forward(model: torch.nn.Module, batch: PackedBatch, chains: Chains) -> tuple[Tensor, dict[str, Tensor]]:
+    """Their loss and metrics of our batch and chains; hidden states go in as the batch holds them."""
+    from speculators.losses.eager import kl_div_loss
+    from speculators.models.peagle import core
+
+    device = batch.auxiliary.device
+    chain, depth = chains.elements()
+    anchors = torch.cat([torch.arange(batch.num_slots), chains.anchors[chain]]).to(device)
+    depths = torch.cat([torch.zeros(batch.num_slots, dtype=torch.int64), depth]).to(device)
+    lengths = torch.tensor(batch.offsets).diff()
+    with mock.patch.object(core, "generate_cod_sample_indices", return_value=(anchors, depths)):
+        _, loss, metrics = model(
+            hidden_states=batch.auxiliary[None],
+            input_ids=batch.input_ids[None],
+            document_ids=torch.arange(len(lengths)).repeat_interleave(lengths)[None].to(device),
+            loss_mask=batch.supervised[None].float(),
+            verifier_last_hidden_states=batch.final[None],
+            loss_config={"kl_div": (kl_div_loss, 1.0)},
+            num_depths=chains.num_depths,
+        )
+    return loss, metrics
+
+
+def build_model(
+    drafter: Drafter, teacher: TeacherHead, attention: str = "sdpa", train_embedding: bool = True
+) -> torch.nn.Module:
+    """Their model with our weights in float32, every trained tensor wanting a gradient.
+
+    Args:
+        attention: "sdpa", or on a GPU their own default, "simple_flex_attention".
+    """
     from speculators.models.peagle import PEagleSpeculatorConfig
+    from speculators.models.peagle.core import PEagleDraftModel
     from transformers import LlamaConfig
 
     config = drafter.config
@@ -80,15 +94,15 @@ def _build(model_class: type, drafter: Drafter, teacher: TeacherHead):  # type: 
         rope_parameters=dict(config.rope),
         tie_word_embeddings=False,
     )
-    layers._attn_implementation = "sdpa"
-    model = model_class(
+    layers._attn_implementation = attention
+    model = PEagleDraftModel(
         PEagleSpeculatorConfig(
             transformer_layer_config=layers,
             draft_vocab_size=config.draft_vocab_size,
             norm_before_residual=config.norm_before_residual,
             eagle_aux_hidden_state_layer_ids=list(config.auxiliary_layers),
             mask_token_id=config.mask_token_id,
-            embed_requires_grad=True,
+            embed_requires_grad=train_embedding,
         )
     ).float()
     state = {name: tensor for name, tensor in drafter.export_tensors(torch.float32).items() if name != "d2t"}
@@ -98,7 +112,7 @@ def _build(model_class: type, drafter: Drafter, teacher: TeacherHead):  # type: 
     assert not unexpected, unexpected
     assert set(missing) <= {"d2t", "t2d"}, missing
     for name in state:
-        if not name.startswith("verifier_"):
+        if not name.startswith("verifier_") and (train_embedding or name != "embed_tokens.weight"):
             model.get_parameter(name).requires_grad_(True)
     return model
 
