@@ -344,7 +344,7 @@ class _Attention(torch.autograd.Function):
             ctx.own = KeyValueStore(key, value, plan.columns)
         ctx.is_real = ctx.own is None
         output = torch.empty_like(query)
-        log_sum = query.new_empty(query.shape[:3], dtype=torch.float32)
+        log_sum = query.new_empty((*query.shape[:3], 1), dtype=torch.float32)
         keys = _Keys(call.store, ctx.own)
         for block in plan.blocks:
             _attend_block(query, keys, block, output, log_sum)
@@ -354,27 +354,26 @@ class _Attention(torch.autograd.Function):
                 _attend_block(query, keys, block.widened(), output, log_sum)
         ctx.call = call
         ctx.num_rows, ctx.width = projection.shape
-        ctx.save_for_backward(query, output, log_sum)
-        return output.permute(2, 0, 1, 3).reshape(output.shape[2], heads.query_width)
+        attended = output.view(len(output), heads.query_width)
+        ctx.save_for_backward(query, attended, log_sum)
+        return attended
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        call, heads = ctx.call, ctx.call.heads
-        query, output, log_sum = ctx.saved_tensors
-        shape = (len(gradients[0]), heads.num_kv_heads, heads.group, heads.head_dim)
-        output_gradient = gradients[0].reshape(shape).permute(1, 2, 0, 3)
+        call = ctx.call
+        query, attended, log_sum = ctx.saved_tensors
+        output, output_gradient = attended.view(query.shape), gradients[0].reshape(query.shape)
         query_gradient = torch.empty_like(query)
         keys = _Keys(call.store, ctx.own)
         for block in call.plan.blocks:
-            rows = (slice(None), slice(None), block.rows)
-            queries, upstream = _fold(query[rows]), _fold(output_gradient[rows])
-            inner = (upstream.float() * _fold(output[rows])).sum(-1, keepdim=True)
-            work = _BlockGradient(queries, upstream, _fold(log_sum[rows][..., None]), inner)
+            queries, upstream = _fold(query[block.rows]), _fold(output_gradient[block.rows])
+            inner = (upstream.float() * _fold(output[block.rows])).sum(-1, keepdim=True)
+            work = _BlockGradient(queries, upstream, _fold(log_sum[block.rows]), inner)
             edge, pieces = keys.edge(block)
             work.add(edge, pieces, block.bias)
             for tile, columns in call.store.tiles(block.prefix):
                 work.add(tile, ((call.store, columns),))
-            query_gradient[rows] = work.query_gradient.view(query_gradient[rows].shape)
+            _unfold_into(query_gradient[block.rows], work.query_gradient)
         key_gradient, value_gradient = (call.store if ctx.is_real else ctx.own).gradients()
         return _join(ctx, query_gradient, key_gradient, value_gradient), None
 
@@ -394,8 +393,14 @@ class _Keys:
 
 
 def _fold(x: Tensor) -> Tensor:
-    """[G, J, rows, E] -> [G, J * rows, E]."""
-    return x.reshape(x.shape[0], -1, x.shape[-1])
+    """[rows, G, J, E] -> [G, J * rows, E]."""
+    return x.permute(1, 2, 0, 3).reshape(x.shape[1], -1, x.shape[-1])
+
+
+def _unfold_into(rows: Tensor, x: Tensor) -> None:
+    """Write [G, J * rows, E] where [rows, G, J, E] are."""
+    target = rows.permute(1, 2, 0, 3)
+    target.copy_(x.view(target.shape))
 
 
 def _add_bias(scores: Tensor, bias: Tensor) -> Tensor:
@@ -405,14 +410,13 @@ def _add_bias(scores: Tensor, bias: Tensor) -> Tensor:
 
 
 def _attend_block(query: Tensor, keys: _Keys, block: Block, output: Tensor, log_sum: Tensor) -> None:
-    """Write a block's rows of `output` [G, J, R, E] and `log_sum` [G, J, R].
+    """Write a block's rows of `output` [R, G, J, E] and `log_sum` [R, G, J, 1].
 
     Scores of the prefix are taken relative to the log-sum-exp of the keys before. It is renewed whenever
     the number of tiles has doubled: the first tile often holds a document's heaviest keys.
     """
-    rows = (slice(None), slice(None), block.rows)
     width = query.shape[-1]
-    queries = _with_columns(_fold(query[rows]))
+    queries = _with_columns(_fold(query[block.rows]))
     edge, _ = keys.edge(block)
     scores = _add_bias(torch.bmm(queries, edge.key_columns).float(), block.bias)
     probability = torch.softmax(scores, dim=-1)
@@ -429,8 +433,8 @@ def _attend_block(query: Tensor, keys: _Keys, block: Block, output: Tensor, log_
         relative = torch.bmm(queries, tile.key_columns).exp_()
         total.add_(relative.sum(-1, keepdim=True, dtype=torch.float32))
         attended.add_(torch.bmm(relative, tile.value))
-    output[rows] = attended.div_(total).view(output[rows].shape)
-    log_sum[rows] = reference.add_(total.log_()).view(log_sum[rows].shape)
+    _unfold_into(output[block.rows], attended.div_(total))
+    _unfold_into(log_sum[block.rows], reference.add_(total.log_()))
 
 
 class _BlockGradient:
@@ -473,17 +477,17 @@ class _BlockGradient:
 
 
 def _split(projection: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Scaled queries [G, J, R, E], keys and values [G, S, E] of the projection, rotated."""
+    """Scaled queries [R, G, J, E], keys and values [G, S, E] of the projection, rotated."""
     heads, plan = call.heads, call.plan
     query, key, value = projection.split([heads.query_width, heads.kv_width, heads.kv_width], dim=-1)
     if plan.row_index is not None:
         query = query[plan.row_index]
     query = query.reshape(len(query), heads.num_kv_heads, heads.group, heads.head_dim)
     rotation = call.rotation.select(plan.row_index).scaled(heads.head_dim**-0.5)
-    query = rotate(query, rotation).permute(1, 2, 0, 3).contiguous()
+    query = rotate(query, rotation)
     key = rotate(key.reshape(len(key), heads.num_kv_heads, heads.head_dim), call.rotation)
     value = value.reshape(len(value), heads.num_kv_heads, heads.head_dim)
-    return query, key.transpose(0, 1).contiguous(), value.transpose(0, 1).contiguous()
+    return query, key.transpose(0, 1), value.transpose(0, 1)
 
 
 def _join(ctx: Any, query_gradient: Tensor, key_gradient: Tensor, value_gradient: Tensor) -> Tensor:
@@ -493,7 +497,7 @@ def _join(ctx: Any, query_gradient: Tensor, key_gradient: Tensor, value_gradient
     projection = query_gradient.new_empty(ctx.num_rows, ctx.width)
     query, key, value = projection.split([heads.query_width, heads.kv_width, heads.kv_width], dim=-1)
     rotation = call.rotation.select(index).scaled(heads.head_dim**-0.5)
-    rotated = rotate(query_gradient.permute(2, 0, 1, 3), rotation, backward=True)
+    rotated = rotate(query_gradient, rotation, backward=True)
     if index is None:
         query.copy_(rotated.reshape(ctx.num_rows, -1))
     else:
