@@ -23,6 +23,7 @@ import argparse
 import json
 import os
 import platform
+import runpy
 import statistics
 import subprocess
 import sys
@@ -61,6 +62,7 @@ CONFIG = DrafterConfig(
     auxiliary_layers=(2, 15, 27),
 )
 NUM_DEPTHS, RETENTION, FLOOR = 8, 0.7, 0.2
+_FLAT_FORWARD = Path(__file__).parents[1] / "tests" / "reference" / "flat_forward.py"
 _GIB = 2**30
 _SPARE_GB = 1.0  # what a peer leaves to the machine
 _SQUARE = 2048  # side of the products that the matrix rate is measured with
@@ -198,7 +200,7 @@ def _fledge_step(
 def _speculators_step(
     work: Workload, dtype: torch.dtype, device: torch.device, memory_budget_gb: float | None
 ) -> Callable[[], float]:
-    from tests.reference.speculators_model import build_model, forward
+    from benchmarks.speculators_peer import build_model, forward
 
     attention = "simple_flex_attention" if device.type == "cuda" else "sdpa"
     model = build_model(work.drafter, work.teacher, attention, train_embedding=False).to(device)
@@ -220,8 +222,7 @@ def _speculators_step(
 def _flat_step(
     work: Workload, dtype: torch.dtype, device: torch.device, memory_budget_gb: float | None
 ) -> Callable[[], float]:
-    from tests.reference.flat_forward import flat_loss
-
+    flat_loss = runpy.run_path(str(_FLAT_FORWARD))["flat_loss"]
     if device.type != "cpu":
         raise SystemExit("the flat forward is written for a CPU")
     state = {name: tensor.detach().clone() for name, tensor in work.drafter.state_dict().items()}
