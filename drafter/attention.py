@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 _MOST_WORKERS = 4  # threads that attend to blocks of their own; each has its own gradients of keys
+_MANY_KEYS = 8192  # that make such threads worth while
 # Mixed blocks: rows of several documents share a block only while it reaches back less than this.
 _SHORT_DOCUMENTS = 512
 
@@ -399,13 +400,15 @@ class _Attention(torch.autograd.Function):
 def _spread(blocks: Sequence[Block], device: torch.device, work: Callable[[Block, int], None]) -> None:
     """Do `work(block, worker)` for all blocks.
 
-    On a CPU each of a few threads takes blocks of its own. Threads that share every small product would meet
-    at its end, thousands of times a step, and pass the tile from one core's cache to the other's. Which
-    worker takes which block is fixed, so that sums are added up in the same order every time.
+    On a CPU, and where blocks look at many keys, each of a few threads takes blocks of its own. Threads that
+    share every product would meet at its end and pass the tile from one core's cache to the other's. (Where
+    blocks are short, Python's own work between products, which one thread does at a time, costs more than
+    that.) Which worker takes which block is fixed, so that sums are added up in the same order every time.
     """
     num_threads = torch.get_num_threads()
     workers = min(num_threads, _MOST_WORKERS, len(blocks))
-    if device.type != "cpu" or workers < 2:
+    is_long = bool(blocks) and blocks[-1].edge.stop - blocks[-1].prefix.start >= _MANY_KEYS
+    if device.type != "cpu" or workers < 2 or not is_long:
         for block in blocks:
             work(block, 0)
         return
