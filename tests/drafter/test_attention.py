@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from drafter import attention
 from drafter.attention import (
     AttentionCall,
     AttentionPlan,
