@@ -310,7 +310,7 @@ def _watch(process: subprocess.Popen[str], timeout_s: float) -> str | None:
         if reason is not None:
             process.kill()
             return reason
-        time.sleep(0.1)
+        time.sleep(0.25)
     return None
 
 

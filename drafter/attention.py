@@ -24,18 +24,13 @@ of the keys seen so far, beginning with the edge, and needs no maximum.
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_MOST_WORKERS = 4  # threads that attend to blocks of their own; each has its own gradients of keys
-_MANY_KEYS = 8192  # that make such threads worth while
 # Mixed blocks: rows of several documents share a block only while it reaches back less than this.
 _SHORT_DOCUMENTS = 512
 
@@ -195,26 +190,18 @@ class KeyValueStore:
             for start in range(0, key.shape[1], columns)
         ]
         self._gradient_shape = key.mT.shape
-        self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
+        self._gradients: tuple[Tensor, Tensor] | None = None
 
-    def gradients(self, worker: int) -> tuple[Tensor, Tensor]:
-        """Of keys and values, [G, E, S], as one worker has collected them; made on first use.
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """Of keys and values, [G, E, S], made on first use.
 
         float32 whatever the compute type, because many segments add to them.
         """
-        if worker not in self._gradients:
+        if self._gradients is None:
             device = self._tiles[0].key.device
             key, value = (torch.zeros(self._gradient_shape, device=device) for _ in range(2))
-            self._gradients[worker] = key, value
-        return self._gradients[worker]
-
-    def total_gradients(self) -> tuple[Tensor, Tensor]:
-        """All workers' together, always added in the same order."""
-        key, value = self.gradients(0)
-        for worker in sorted(self._gradients.keys() - {0}):
-            for total, part in zip((key, value), self._gradients.pop(worker), strict=True):
-                total += part
-        return key, value
+            self._gradients = key, value
+        return self._gradients
 
     def tiles(self, keys: slice) -> Iterator[tuple[_Tile, slice]]:
         """The tiles that hold some keys, cut where they hold others too, and the keys in each."""
@@ -361,9 +348,8 @@ class _Attention(torch.autograd.Function):
         output = torch.empty_like(query)
         log_sum = query.new_empty((*query.shape[:3], 1), dtype=torch.float32)
         keys = _Keys(call.store, ctx.own)
-        _spread(
-            plan.blocks, query.device, lambda block, _: _attend_block(query, keys, block, output, log_sum)
-        )
+        for block in plan.blocks:
+            _attend_block(query, keys, block, output, log_sum)
         if not bool(log_sum.isfinite().all()):
             # A later score beat all earlier ones by more than float32's exponent can hold.
             for block in plan.blocks:
@@ -381,65 +367,17 @@ class _Attention(torch.autograd.Function):
         output, output_gradient = attended.view(query.shape), gradients[0].reshape(query.shape)
         query_gradient = torch.empty_like(query)
         keys = _Keys(call.store, ctx.own)
-
-        def go_back(block: Block, worker: int) -> None:
+        for block in call.plan.blocks:
             queries, upstream = _fold(query[block.rows]), _fold(output_gradient[block.rows])
             inner = (upstream.float() * _fold(output[block.rows])).sum(-1, keepdim=True)
-            work = _BlockGradient(queries, upstream, _fold(log_sum[block.rows]), inner, worker)
+            work = _BlockGradient(queries, upstream, _fold(log_sum[block.rows]), inner)
             edge, pieces = keys.edge(block)
             work.add(edge, pieces, block.bias)
             for tile, columns in call.store.tiles(block.prefix):
                 work.add(tile, ((call.store, columns),))
             _unfold_into(query_gradient[block.rows], work.query_gradient)
-
-        _spread(call.plan.blocks, query.device, go_back)
-        key_gradient, value_gradient = (call.store if ctx.is_real else ctx.own).total_gradients()
+        key_gradient, value_gradient = (call.store if ctx.is_real else ctx.own).gradients()
         return _join(ctx, query_gradient, key_gradient, value_gradient), None
-
-
-def _spread(blocks: Sequence[Block], device: torch.device, work: Callable[[Block, int], None]) -> None:
-    """Do `work(block, worker)` for all blocks.
-
-    On a CPU, and where blocks look at many keys, each of a few threads takes blocks of its own. Threads that
-    share every product would meet at its end and pass the tile from one core's cache to the other's. (Where
-    blocks are short, Python's own work between products, which one thread does at a time, costs more than
-    that.) Which worker takes which block is fixed, so that sums are added up in the same order every time.
-    """
-    num_threads = torch.get_num_threads()
-    workers = min(num_threads, _MOST_WORKERS, len(blocks))
-    is_long = bool(blocks) and blocks[-1].edge.stop - blocks[-1].prefix.start >= _MANY_KEYS
-    if device.type != "cpu" or workers < 2 or not is_long:
-        for block in blocks:
-            work(block, 0)
-        return
-
-    def share(worker: int) -> None:
-        # There and back again: later blocks look at more keys.
-        for index, block in enumerate(blocks):
-            turn, place = divmod(index, workers)
-            if worker == (workers - 1 - place if turn % 2 else place):
-                work(block, worker)
-
-    pool = _worker_threads(workers, num_threads)
-    for future in [pool.submit(share, worker) for worker in range(workers)]:
-        future.result()
-
-
-@cache
-def _worker_threads(workers: int, num_threads: int) -> ThreadPoolExecutor:
-    """Threads that compute with `num_threads // workers` threads each."""
-    everyone_is_here = threading.Barrier(workers)
-
-    def begin(_: int) -> None:
-        torch.set_grad_enabled(False)
-        torch.get_num_threads()  # or the first operation would take over the process's number
-        torch.set_num_threads(num_threads // workers)
-        everyone_is_here.wait()
-
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="attention")
-    list(pool.map(begin, range(workers)))
-    torch.set_num_threads(num_threads)  # the call above was about its own thread, and about new ones
-    return pool
 
 
 @dataclass(frozen=True)
@@ -509,13 +447,9 @@ class _BlockGradient:
         queries, upstream: [G, J * rows, E], scaled queries and the gradient of the output.
         log_sum: [G, J * rows, 1] log2 of the sum of 2^scores.
         inner: [G, J * rows, 1] sum of output times its gradient.
-        worker: whose gradients of keys and values are added to.
     """
 
-    def __init__(
-        self, queries: Tensor, upstream: Tensor, log_sum: Tensor, inner: Tensor, worker: int
-    ) -> None:
-        self.worker = worker
+    def __init__(self, queries: Tensor, upstream: Tensor, log_sum: Tensor, inner: Tensor) -> None:
         width = queries.shape[-1]
         self.queries, self.upstream = _with_columns(queries), _with_columns(upstream)
         _subtract_in_product(self.queries, width, log_sum)
@@ -540,7 +474,7 @@ class _BlockGradient:
         start = 0
         for store, columns in pieces:
             stop = start + columns.stop - columns.start
-            for buffer, gradient in zip(store.gradients(self.worker), gradients, strict=True):
+            for buffer, gradient in zip(store.gradients(), gradients, strict=True):
                 buffer[:, :, columns].add_(gradient[:, :, start:stop])
             start = stop
 

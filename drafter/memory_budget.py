@@ -8,8 +8,8 @@ a part per placeholder of the one segment that is computed, and one chunk of log
 
     fixed      16 + e bytes a trained weight (float32 master, gradient, two moments; compute copy), the frozen
                embedding, the teacher's head, and the process itself
-    per slot   e * (8H + L * (4H + 3Q + 4KV + 3I) + 12I) + 16L * KV: inputs, what the layers keep, and what passes
-               through the one whose backward runs. For SmolLM2's shape in bfloat16 with L = 4 0.13 MiB, and
+    per slot   e * (8H + L * (4H + 3Q + 4KV + 3I) + 12I) + 8L * KV: inputs, what the layers keep, and what passes
+               through the one whose backward runs. For SmolLM2's shape in bfloat16 with L = 4 0.12 MiB, and
                0.08 MiB when feed-forwards are computed again (without L * 3I)
     per row    of a segment the same again, and of a chunk 2e * Vd
 
@@ -80,7 +80,7 @@ def step_memory_gb(config: DrafterConfig, num_slots: int, num_depths: int, optio
     size, heads, width = config.hidden_size, config.heads, config.intermediate_size
     layer = 4 * size + 3 * heads.query_width + 4 * heads.kv_width
     layer += 3 * width if options.keep_feed_forward else 0
-    row = number * (4 * size + config.num_layers * layer) + config.num_layers * 16 * heads.kv_width
+    row = number * (4 * size + config.num_layers * layer) + config.num_layers * 8 * heads.kv_width
     passing = 4 * number * 3 * width  # of the layer whose backward runs
     segment = options.chains_per_segment * (num_depths - 1) * (row + passing)
     chunk = options.rows_per_chunk * 3 * number * config.draft_vocab_size

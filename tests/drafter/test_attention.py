@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafter import attention
 from drafter.attention import (
     AttentionCall,
     AttentionPlan,
@@ -113,24 +112,6 @@ def _compare_with_dense(projection: Tensor, tiles: Tiles, tolerance: float = 1e-
 def test_attention_equals_the_dense_softmax_however_it_is_cut(tiles: Tiles) -> None:
     width = HEADS.query_width + 2 * HEADS.kv_width
     _compare_with_dense(torch.randn(40, width, generator=torch.Generator().manual_seed(0)), tiles)
-
-
-def test_workers_with_blocks_of_their_own_give_the_same_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_MANY_KEYS", 1)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # whatever this machine has
-    width = HEADS.query_width + 2 * HEADS.kv_width
-    projection = torch.randn(90, width, generator=torch.Generator().manual_seed(0))
-    _compare_with_dense(projection, Tiles(8, 16))
-    rotation = Rotation(torch.ones(90, 4), torch.zeros(90, 4))
-    gradients = []
-    for _ in range(5):
-        plan = plan_attention(
-            torch.zeros(90, dtype=torch.int64), torch.arange(90), None, Tiles(8, 16), *WHERE
-        )
-        own_input = projection.clone().requires_grad_()
-        attend(own_input, AttentionCall(HEADS, plan, rotation, None)).square().sum().backward()
-        gradients.append(own_input.grad)
-    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
 
 
 @pytest.mark.parametrize(("factor", "tolerance"), [(30.0, 1e-5), (3000.0, 1e-3)])
