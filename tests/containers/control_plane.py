@@ -189,6 +189,11 @@ class ControlPlane:
         self.cloudwatch.put_metric_alarm(AlarmName=name, **{**fields, **changes})
 
 
+def forget_everything(moto_url: str) -> None:
+    """Empty moto: metrics of the test before would still be within an alarm's periods."""
+    httpx.post(f"{moto_url}/moto-api/reset", trust_env=False).raise_for_status()
+
+
 @contextmanager
 def steady_load(plane: ControlPlane, endpoint_name: str, every_s: float = 0.1) -> Iterator[list[str]]:
     """A client that asks all the time; yields who answered, or the error, one entry a request."""

@@ -20,7 +20,7 @@ from tasks.local_services import running_services
 from tasks.settings import Places
 from tasks.track_runs import connect
 from tasks.version_record import VersionRecord
-from tests.containers.control_plane import ControlPlane
+from tests.containers.control_plane import ControlPlane, forget_everything
 from tests.flows.endpoint_world import EndpointWorld, copy_database
 from tests.flows.installation import Installation, Kills, kill_in_every_stage
 from tests.flows.tiny_run import tiny_settings, write_conversations
@@ -118,6 +118,7 @@ def world(
     """A SageMaker and a registry of this test's own."""
     home = tmp_path / "home"
     copy_database(database, home)
+    forget_everything(moto)
     plane = ControlPlane(home, moto)
     for name, value in EndpointWorld.environment(home, plane, moto).items():
         monkeypatch.setenv(name, value)
