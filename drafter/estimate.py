@@ -187,6 +187,6 @@ def _warn_if_deeper_than_trained(drafter: Path, num_speculative_tokens: int) -> 
     if trained is not None and num_speculative_tokens > trained:
         print(
             f"warning: {num_speculative_tokens} speculative tokens, but {drafter} was trained for {trained}; "
-            "the deeper ones are guessed from placeholders it never saw",
+            "it never learned to guess the deeper ones",
             file=sys.stderr,
         )

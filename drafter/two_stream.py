@@ -15,7 +15,6 @@ The last layer's queries, feed-forward and head only run for supervised rows: th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -109,12 +108,12 @@ def _run(
 ) -> StepResult:
     sums = LossSums.zeros(chains.num_depths, drafter.device)
     slots = torch.where(batch.supervised)[0]
-    loss = _ChunkedLoss(drafter, teacher, batch, options, sums, scale)
+    loss = ChunkedLoss(drafter, teacher, batch, options, sums, scale)
     if len(slots):
-        stores, hidden = real_stream(drafter, batch, options, slots)
+        stores, hidden, _ = real_stream(drafter, batch, options, slots)
         real_gradient = loss.gradient(hidden, slots, torch.zeros_like(slots))
         first = batch.document_starts()
-        for segment in _segments(chains, options.chains_per_segment):
+        for segment in chains.segments(options.chains_per_segment):
             placeholders = placeholder_stream(drafter, first, batch.positions, segment, stores, options)
             chain, depth = (index.to(drafter.device) for index in segment.elements())
             predicting = segment.anchors.to(drafter.device)[chain] + depth
@@ -126,21 +125,17 @@ def _run(
     return StepResult(sums.loss, sums.supervised, sums.correct)
 
 
-def _segments(chains: Chains, chains_per_segment: int) -> Iterator[Chains]:
-    for start in range(0, chains.num_chains, chains_per_segment):
-        yield chains.segment(start, start + chains_per_segment)
-
-
 def real_stream(
     drafter: Drafter, batch: PackedBatch, options: StepOptions, rows: Tensor
-) -> tuple[list[KeyValueStore], Tensor]:
+) -> tuple[list[KeyValueStore], Tensor, Tensor]:
     """Run the depth-0 slots.
 
     Args:
         rows: slots whose output is wanted, ascending.
 
     Returns:
-        Each layer's keys and values over all slots, and the normed output [len(rows), H].
+        Each layer's keys and values over all slots; of `rows`, the normed output and the sum before that
+        norm, both [len(rows), H].
     """
     weights = drafter.compute_weights(options.dtype)
     first = batch.document_starts()
@@ -149,7 +144,7 @@ def real_stream(
     wanted = rows.cpu()
     last_layer = plan_attention(first[wanted], wanted, None, options.attention_rows, drafter.device)
     last_layer = AttentionPlan(last_layer.blocks, last_layer.num_scores, False, rows)
-    rotation = _rotation(drafter, batch.positions)
+    rotation = rotation_of(drafter, batch.positions)
     embedding = drafter.embed_tokens(batch.input_ids).to(options.dtype)
     fused = weights.linear(batch.auxiliary.to(options.dtype), drafter.fc.weight)
     projection, residual = drafter.layer(0).first_input(embedding, fused, weights)
@@ -164,7 +159,7 @@ def real_stream(
         stores.append(call.store)
         residual = residual[rows] if is_last else residual
         projection, residual = _after_attention(drafter, index, attended, residual, weights)
-    return stores, projection
+    return stores, projection, residual
 
 
 def placeholder_stream(
@@ -187,7 +182,7 @@ def placeholder_stream(
     chain, depth = chains.elements()
     anchors = chains.anchors[chain]
     plan = plan_attention(document_starts[anchors], anchors, chain, options.attention_rows, drafter.device)
-    rotation = _rotation(drafter, positions[anchors.to(drafter.device)] + depth.to(drafter.device))
+    rotation = rotation_of(drafter, positions[anchors.to(drafter.device)] + depth.to(drafter.device))
     embedding = drafter.mask_embedding.to(options.dtype)[None]
     fused = weights.linear(drafter.mask_hidden.view(1, -1).to(options.dtype), drafter.fc.weight)
     projection, residual = drafter.layer(0).first_input(embedding, fused, weights)
@@ -209,13 +204,13 @@ def _after_attention(
     return drafter.layer(index + 1).later_input(output, residual, weights)
 
 
-def _rotation(drafter: Drafter, positions: Tensor) -> Rotation:
+def rotation_of(drafter: Drafter, positions: Tensor) -> Rotation:
     angles = positions[:, None].float() * drafter.inverse_frequency
     return Rotation(angles.cos() * drafter.rotation_scale, angles.sin() * drafter.rotation_scale)
 
 
 @dataclass(frozen=True)
-class _ChunkedLoss:
+class ChunkedLoss:
     """Head and loss of rows that predict what given slots predict."""
 
     drafter: Drafter

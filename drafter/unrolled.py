@@ -1,0 +1,232 @@
+"""EAGLE-3's training-time test (arXiv 2503.01840, section 3.2): guess after guess, as decoding will.
+
+Shapes: N slots, C chains that are still going, G key/value heads, J query heads per key/value head, E head
+size, H hidden size, d depth (0 is the first guess), R rows of a block, S real keys of a block.
+
+A server drafts in turn: the first guess comes from the real slot, every later one reads the token guessed
+before and, in place of the fused auxiliary states, the drafter's own sum before its last norm. Training does
+the same from every anchor a, with the true tokens as the guesses (only then does a later one count):
+
+    depth 0   slot a    reads t[a+1] and fc(aux[a])             predicts t[a+2]
+    depth d   slot a+d  reads t[a+d+1] and the sum of depth d-1   predicts t[a+d+2]
+
+Depth d sees the real keys up to its anchor and the keys of its own chain so far. What real slots compute does
+not depend on chains, so the work splits as in `drafter/two_stream.py`: the real slots run once; some hundred
+chains at a time go down all depths, forward, loss and backward, and leave their gradient at the real keys,
+values and sums; one backward through the real slots ends the step. Memory holds one segment of chains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafter.attention import Block, Heads, KeyValueStore, plan_attention, rotate
+from drafter.chains import Chains
+from drafter.loss import LossSums, TeacherHead
+from drafter.model import Drafter
+from drafter.packing import PackedBatch
+from drafter.two_stream import ChunkedLoss, StepOptions, StepResult, real_stream, rotation_of
+
+# The tokens that chains read at a depth, from the depth and the chains' numbers [C].
+ReadTokens = Callable[[int, Tensor], Tensor]
+
+
+def unrolled_step(
+    drafter: Drafter,
+    teacher: TeacherHead,
+    batch: PackedBatch,
+    chains: Chains,
+    options: StepOptions,
+    normalizer: float,
+) -> StepResult:
+    """Add the gradients of (sum of KL over this batch) / normalizer to the drafter's `.grad`.
+
+    The arguments are those of `two_stream_step`. A chain's length says how deep it is unrolled.
+    """
+    if normalizer <= 0:
+        raise ValueError(f"normalizer must be positive, not {normalizer}: nothing is supervised")
+    sums = LossSums.zeros(chains.num_depths, drafter.device)
+    slots = torch.where(batch.supervised)[0]
+    loss = ChunkedLoss(drafter, teacher, batch, options, sums, 1.0 / normalizer)
+    (store,), hidden, state = real_stream(drafter, batch, options, slots)
+    unrolling = Unrolling(drafter, options, store, batch.positions, batch.document_starts())
+    hidden_gradient = loss.gradient(hidden, slots, torch.zeros_like(slots))
+    state_gradient = torch.zeros_like(state, dtype=torch.float32)  # many segments add to it
+    for segment in chains.segments(options.chains_per_segment):
+        anchors = segment.anchors.to(drafter.device)
+        row = torch.searchsorted(slots, anchors)
+        start = state.detach()[row].requires_grad_()
+        steps = list(unrolling.steps(segment, start, _TrueTokens(batch, anchors)))
+        output = torch.cat([step.hidden for step in steps])
+        depth = torch.cat([torch.full_like(step.chains, step.depth) for step in steps])
+        chain = torch.cat([step.chains for step in steps])
+        output.backward(loss.gradient(output, anchors[chain] + depth, depth))
+        assert start.grad is not None
+        state_gradient.index_add_(0, row, start.grad.float())
+    torch.autograd.backward([hidden, state], [hidden_gradient, state_gradient.to(state.dtype)])
+    return StepResult(sums.loss, sums.supervised, sums.correct)
+
+
+@dataclass(frozen=True)
+class _TrueTokens:
+    """Teacher forcing: the slot at a depth reads the token that was written."""
+
+    batch: PackedBatch
+    anchors: Tensor
+
+    def __call__(self, depth: int, chains: Tensor) -> Tensor:
+        return self.batch.input_ids[self.anchors[chains] + depth]
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """One depth of some chains.
+
+    Attributes:
+        chains: [C] int64, which chains reach this depth, ascending.
+        hidden: [C, H] normed output, for the head.
+    """
+
+    depth: int
+    chains: Tensor
+    hidden: Tensor
+
+
+@dataclass(frozen=True)
+class Unrolling:
+    """Chains over one packed sequence whose real slots have run.
+
+    Attributes:
+        store: keys and values of the real slots.
+        positions: [N] RoPE positions of the slots.
+        document_starts: [N] first slot of each slot's document, on the CPU.
+    """
+
+    drafter: Drafter
+    options: StepOptions
+    store: KeyValueStore
+    positions: Tensor
+    document_starts: Tensor
+
+    def steps(self, chains: Chains, state: Tensor, read: ReadTokens) -> Iterator[Guesses]:
+        """Go down all depths from 1, one at a time.
+
+        Args:
+            state: [C, H] the anchors' sums before the last norm.
+        """
+        drafter, device = self.drafter, self.drafter.device
+        weights, layer = drafter.compute_weights(self.options.dtype), drafter.layer(0)
+        heads = drafter.config.heads
+        alive = torch.arange(chains.num_chains)
+        keys = values = state.new_empty(len(alive), 0, heads.num_kv_heads, heads.head_dim)
+        for depth in range(1, int(chains.lengths.max()) + 1):
+            goes_on = chains.lengths[alive] >= depth
+            alive = alive[goes_on]
+            goes_on = goes_on.to(device)
+            anchors, numbers = chains.anchors[alive], alive.to(device)
+            embedding = drafter.embed_tokens(read(depth, numbers)).to(self.options.dtype)
+            projection, residual = layer.first_input(embedding, state[goes_on], weights)
+            query, key, value = _split(projection, heads)
+            rotation = rotation_of(drafter, self.positions[anchors.to(device)] + depth)
+            keys = torch.cat([keys[goes_on], rotate(key, rotation)[:, None]], dim=1)
+            values = torch.cat([values[goes_on], value[:, None]], dim=1)
+            first = self.document_starts[anchors]
+            plan = plan_attention(first, anchors, None, self.options.attention_rows, device)
+            attended = _ChainAttention.apply(
+                rotate(query, rotation), keys, values, self.store, plan.blocks, heads
+            )
+            output, residual = layer.finish(attended, residual, weights)
+            hidden, state = drafter.norm.add(output, residual)
+            yield Guesses(depth, numbers, hidden)
+
+
+def _split(projection: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [C, G, J, E], keys and values [C, G, E] of the joint projection."""
+    query, key, value = projection.split([heads.query_width, heads.kv_width, heads.kv_width], dim=-1)
+    shape = (len(projection), heads.num_kv_heads, heads.head_dim)
+    return query.reshape(*shape[:2], heads.group, heads.head_dim), key.reshape(shape), value.reshape(shape)
+
+
+class _ChainAttention(torch.autograd.Function):
+    """One query a chain, against the real keys up to its anchor and the chain's own keys so far.
+
+    The backward computes the probabilities again: they are the one thing that would grow with the length of
+    the sequence times the number of chains.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        store: KeyValueStore,
+        blocks: tuple[Block, ...],
+        heads: Heads,
+    ) -> Tensor:
+        """[C, G*J*E] from rotated queries [C, G, J, E], own keys and own values [C, d, G, E]."""
+        output = torch.empty_like(query)
+        for block in blocks:
+            rows = block.rows
+            real, own = _probabilities(query[rows], keys[rows], store, block)
+            attended = torch.bmm(real, store.value[:, block.keys])
+            output[rows] = _by_row(attended, heads)
+            output[rows] += torch.einsum("rgjd,rdge->rgje", own, values[rows])
+        ctx.save_for_backward(query, keys, values, output)
+        ctx.store, ctx.blocks, ctx.heads = store, blocks, heads
+        return output.reshape(len(output), -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, keys, values, output = ctx.saved_tensors
+        store, heads = ctx.store, ctx.heads
+        scale = heads.head_dim**-0.5
+        by_output = gradients[0].reshape(query.shape)
+        # d softmax: P * (dP - sum(dP * P)), and sum(dP * P) = sum(dO * O) per query.
+        weighted = (by_output.float() * output.float()).sum(-1, keepdim=True)
+        by_query, by_keys, by_values = (torch.empty_like(one) for one in (query, keys, values))
+        by_real_keys, by_real_values = store.gradients()
+        for block in ctx.blocks:
+            rows = block.rows
+            real, own = _probabilities(query[rows], keys[rows], store, block)
+            folded_query, folded_output = _by_head(query[rows]), _by_head(by_output[rows])
+            real_scores = torch.bmm(folded_output, store.value[:, block.keys].transpose(1, 2))
+            real_scores.sub_(_by_head(weighted[rows])).mul_(real).mul_(scale)
+            own_scores = torch.einsum("rgje,rdge->rgjd", by_output[rows], values[rows])
+            own_scores.sub_(weighted[rows]).mul_(own).mul_(scale)
+            by_query[rows] = _by_row(torch.bmm(real_scores, store.key[:, block.keys]), heads)
+            by_query[rows] += torch.einsum("rgjd,rdge->rgje", own_scores, keys[rows])
+            by_keys[rows] = torch.einsum("rgjd,rgje->rdge", own_scores, query[rows])
+            by_values[rows] = torch.einsum("rgjd,rgje->rdge", own, by_output[rows])
+            by_real_keys[:, block.keys] += torch.bmm(real_scores.transpose(1, 2), folded_query)
+            by_real_values[:, block.keys] += torch.bmm(real.transpose(1, 2), folded_output)
+        return by_query, by_keys, by_values, None, None, None
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """[R, G, J, E] -> [G, J * R, E], so that a block is one batched product and no key is repeated."""
+    return x.permute(1, 2, 0, 3).reshape(x.shape[1], -1, x.shape[3])
+
+
+def _by_row(x: Tensor, heads: Heads) -> Tensor:
+    """[G, J * R, E] -> [R, G, J, E]."""
+    return x.reshape(heads.num_kv_heads, heads.group, -1, x.shape[-1]).permute(2, 0, 1, 3)
+
+
+def _probabilities(query: Tensor, keys: Tensor, store: KeyValueStore, block: Block) -> tuple[Tensor, Tensor]:
+    """Softmax over real and own keys together: for the real ones [G, J * R, S], for the own ones [R, G, J, d]."""
+    scaled = query * query.shape[-1] ** -0.5
+    num_rows, num_kv_heads, group, _ = query.shape
+    real = torch.bmm(_by_head(scaled), store.key[:, block.keys].transpose(1, 2))
+    if block.hidden is not None:
+        by_head = real.view(num_kv_heads, group, num_rows, -1)
+        by_head[..., block.hidden_from :].masked_fill_(block.hidden, float("-inf"))
+    own = torch.einsum("rgje,rdge->rgjd", scaled, keys)
+    scores = torch.cat([real, _by_head(own)], dim=-1)
+    real, folded = torch.softmax(scores, dim=-1).split([real.shape[-1], own.shape[-1]], dim=-1)
+    return real, folded.reshape(num_kv_heads, group, num_rows, -1).permute(2, 0, 1, 3)
