@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 Algorithm = Literal["peagle", "eagle3"]
 
@@ -224,21 +224,21 @@ class TrainSettings(Settings):
     device: str = Field(default="auto", description="`auto`, `cpu`, `cuda`, `cuda:1`.")
     seed: int = Field(default=0, description="Seed of initialisation, order and chains.")
 
-    @model_validator(mode="before")
+    @field_validator("drafter", mode="before")
     @classmethod
-    def _one_layer_unless_said(cls, values: Any) -> Any:
+    def _one_layer_unless_said(cls, shape: Any, others: ValidationInfo) -> Any:
         """EAGLE-3 has one layer; the default of `num_layers` is P-EAGLE's."""
-        if not isinstance(values, dict) or values.get("algorithm") != "eagle3":
-            return values
-        shape = values.get("drafter", {})
+        if others.data.get("algorithm") != "eagle3":
+            return shape
         said = shape.model_dump(exclude_unset=True) if isinstance(shape, DrafterSettings) else shape
-        return {**values, "drafter": {"num_layers": 1, **said} if isinstance(said, dict) else said}
+        return {"num_layers": 1, **said} if isinstance(said, dict) else said
 
-    @model_validator(mode="after")
-    def _check_layers(self) -> TrainSettings:
-        if self.algorithm == "eagle3" and self.drafter.num_layers != 1:
-            raise ValueError(f"EAGLE-3 has one layer, not {self.drafter.num_layers}: leave num_layers out")
-        return self
+    @field_validator("drafter")
+    @classmethod
+    def _check_layers(cls, shape: DrafterSettings, others: ValidationInfo) -> DrafterSettings:
+        if others.data.get("algorithm") == "eagle3" and shape.num_layers != 1:
+            raise ValueError(f"EAGLE-3 has one layer, not {shape.num_layers}: leave num_layers out")
+        return shape
 
 
 class ExportSettings(Settings):

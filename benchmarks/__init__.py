@@ -1,0 +1,1 @@
+"""Comparisons that README and docs show, one command each."""
