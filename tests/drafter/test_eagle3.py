@@ -22,7 +22,7 @@ from drafter.config import (
     TrainSettings,
 )
 from drafter.drafting import draft_answers
-from drafter.errors import CheckpointError
+from drafter.errors import CheckpointError, DataError
 from drafter.estimate import estimate, walk_document
 from drafter.evaluation import evaluate
 from drafter.export import drafter_config_of, export, load_exported_drafter
@@ -108,6 +108,24 @@ def test_a_trained_embedding_is_exported_and_passes(
     trained = read_result(tmp_path / "t")[1]["embed_tokens.weight"]
     assert torch.equal(exported["embed_tokens.weight"], trained.to(torch.bfloat16))
     assert problems_of(tmp_path / "d", tiny_target) == ()
+
+
+@pytest.mark.parametrize("algorithm", ["peagle", "eagle3"])
+def test_the_estimate_reads_the_embedding_that_a_server_would(
+    tiny_states: Path, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
+) -> None:
+    shape = {"draft_vocab_size": 200, "train_embedding": True}
+    settings = training_settings(
+        tiny_states, tiny_target, tmp_path / "t", algorithm=algorithm, drafter=shape, num_epochs=0.2
+    )
+    train(settings)
+    export(ExportSettings(training=tmp_path / "t", target=tiny_target, output=tmp_path / "d"))
+    seen = []
+    monkeypatch.setattr("drafter.estimate.walk_document", lambda drafter, *rest: seen.append(drafter) or [])
+    with pytest.raises(DataError):
+        estimate(EstimateSettings(drafter=tmp_path / "d", states=tiny_states, target=tiny_target))
+    exported = load_file(tmp_path / "d" / "model.safetensors")["embed_tokens.weight"]
+    assert torch.equal(seen[0].embed_tokens.weight[:263].to(torch.bfloat16), exported[:263])
 
 
 def test_an_export_reads_back_as_the_drafter_it_was(
