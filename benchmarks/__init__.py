@@ -1,1 +1,1 @@
-"""Comparisons that README and docs show, one command each."""
+"""Measurements side by side with what people would use instead. Each prints a table and writes JSON."""
