@@ -52,10 +52,12 @@ def unrolled_step(
         raise ValueError(f"normalizer must be positive, not {normalizer}: nothing is supervised")
     sums = LossSums.zeros(chains.num_depths, drafter.device)
     slots = torch.where(batch.supervised)[0]
+    if not len(slots):
+        return StepResult(sums.loss, sums.supervised, sums.correct)
     loss = ChunkedLoss(drafter, teacher, batch, options, sums, 1.0 / normalizer)
     (store,), hidden, state = real_stream(drafter, batch, options, slots)
     unrolling = Unrolling(drafter, options, store, batch.positions, batch.document_starts())
-    hidden_gradient = loss.gradient(hidden, slots, torch.zeros_like(slots))
+    hidden_gradient = loss.gradient(hidden.detach(), slots, torch.zeros_like(slots))
     state_gradient = torch.zeros_like(state, dtype=torch.float32)  # many segments add to it
     for segment in chains.segments(options.chains_per_segment):
         anchors = segment.anchors.to(drafter.device)
@@ -65,7 +67,7 @@ def unrolled_step(
         output = torch.cat([step.hidden for step in steps])
         depth = torch.cat([torch.full_like(step.chains, step.depth) for step in steps])
         chain = torch.cat([step.chains for step in steps])
-        output.backward(loss.gradient(output, anchors[chain] + depth, depth))
+        output.backward(loss.gradient(output.detach(), anchors[chain] + depth, depth))
         assert start.grad is not None
         state_gradient.index_add_(0, row, start.grad.float())
     torch.autograd.backward([hidden, state], [hidden_gradient, state_gradient.to(state.dtype)])
@@ -173,8 +175,9 @@ class _ChainAttention(torch.autograd.Function):
         output = torch.empty_like(query)
         for block in blocks:
             rows = block.rows
-            real, own = _probabilities(query[rows], keys[rows], store, block)
-            attended = torch.bmm(real, store.value[:, block.keys])
+            real_keys, real_values = _seen_by(block, store)
+            real, own = _probabilities(query[rows], real_keys, keys[rows], block)
+            attended = torch.bmm(real, real_values)
             output[rows] = _by_row(attended, heads)
             output[rows] += torch.einsum("rgjd,rdge->rgje", own, values[rows])
         ctx.save_for_backward(query, keys, values, output)
@@ -190,21 +193,21 @@ class _ChainAttention(torch.autograd.Function):
         # d softmax: P * (dP - sum(dP * P)), and sum(dP * P) = sum(dO * O) per query.
         weighted = (by_output.float() * output.float()).sum(-1, keepdim=True)
         by_query, by_keys, by_values = (torch.empty_like(one) for one in (query, keys, values))
-        by_real_keys, by_real_values = store.gradients()
         for block in ctx.blocks:
             rows = block.rows
-            real, own = _probabilities(query[rows], keys[rows], store, block)
+            real_keys, real_values = _seen_by(block, store)
+            real, own = _probabilities(query[rows], real_keys, keys[rows], block)
             folded_query, folded_output = _by_head(query[rows]), _by_head(by_output[rows])
-            real_scores = torch.bmm(folded_output, store.value[:, block.keys].transpose(1, 2))
+            real_scores = torch.bmm(folded_output, real_values.transpose(1, 2))
             real_scores.sub_(_by_head(weighted[rows])).mul_(real).mul_(scale)
             own_scores = torch.einsum("rgje,rdge->rgjd", by_output[rows], values[rows])
             own_scores.sub_(weighted[rows]).mul_(own).mul_(scale)
-            by_query[rows] = _by_row(torch.bmm(real_scores, store.key[:, block.keys]), heads)
+            by_query[rows] = _by_row(torch.bmm(real_scores, real_keys), heads)
             by_query[rows] += torch.einsum("rgjd,rdge->rgje", own_scores, keys[rows])
             by_keys[rows] = torch.einsum("rgjd,rgje->rdge", own_scores, query[rows])
             by_values[rows] = torch.einsum("rgjd,rgje->rdge", own, by_output[rows])
-            by_real_keys[:, block.keys] += torch.bmm(real_scores.transpose(1, 2), folded_query)
-            by_real_values[:, block.keys] += torch.bmm(real.transpose(1, 2), folded_output)
+            by_real_keys = torch.bmm(real_scores.transpose(1, 2), folded_query)
+            _leave_gradients(block, store, by_real_keys, torch.bmm(real.transpose(1, 2), folded_output))
         return by_query, by_keys, by_values, None, None, None
 
 
@@ -218,15 +221,39 @@ def _by_row(x: Tensor, heads: Heads) -> Tensor:
     return x.reshape(heads.num_kv_heads, heads.group, -1, x.shape[-1]).permute(2, 0, 1, 3)
 
 
-def _probabilities(query: Tensor, keys: Tensor, store: KeyValueStore, block: Block) -> tuple[Tensor, Tensor]:
-    """Softmax over real and own keys together: for the real ones [G, J * R, S], for the own ones [R, G, J, d]."""
+def _seen_by(block: Block, store: KeyValueStore) -> tuple[Tensor, Tensor]:
+    """The real keys and values that some row of a block sees, both [G, S, E]."""
+    return store.key[:, block.keys], store.value[:, block.keys]
+
+
+def _leave_gradients(block: Block, store: KeyValueStore, by_keys: Tensor, by_values: Tensor) -> None:
+    """Add a block's gradients [G, S, E] to those of the real keys and values."""
+    for total, gradient in zip(store.gradients(), (by_keys, by_values), strict=True):
+        total[:, block.keys] += gradient
+
+
+def _hide_later(scores: Tensor, block: Block) -> None:
+    """Put -inf where a row's anchor does not look. `scores` is [G, J, R, S]."""
+    if block.hidden is not None:
+        scores[..., block.hidden_from :].masked_fill_(block.hidden, float("-inf"))
+
+
+def _probabilities(query: Tensor, real_keys: Tensor, own_keys: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    """Softmax over real and own keys together.
+
+    Args:
+        query: [R, G, J, E].
+        real_keys: [G, S, E].
+        own_keys: [R, d, G, E].
+
+    Returns:
+        For the real keys [G, J * R, S], for the own ones [R, G, J, d].
+    """
     scaled = query * query.shape[-1] ** -0.5
     num_rows, num_kv_heads, group, _ = query.shape
-    real = torch.bmm(_by_head(scaled), store.key[:, block.keys].transpose(1, 2))
-    if block.hidden is not None:
-        by_head = real.view(num_kv_heads, group, num_rows, -1)
-        by_head[..., block.hidden_from :].masked_fill_(block.hidden, float("-inf"))
-    own = torch.einsum("rgje,rdge->rgjd", scaled, keys)
+    real = torch.bmm(_by_head(scaled), real_keys.transpose(1, 2))
+    _hide_later(real.view(num_kv_heads, group, num_rows, -1), block)
+    own = torch.einsum("rgje,rdge->rgjd", scaled, own_keys)
     scores = torch.cat([real, _by_head(own)], dim=-1)
     real, folded = torch.softmax(scores, dim=-1).split([real.shape[-1], own.shape[-1]], dim=-1)
     return real, folded.reshape(num_kv_heads, group, num_rows, -1).permute(2, 0, 1, 3)
