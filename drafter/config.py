@@ -214,10 +214,20 @@ class TrainSettings(Settings):
     dtype: Literal["bfloat16", "float32"] = Field(
         default="bfloat16", description="Computation; master weights are float32 in either case."
     )
-    chains_per_segment: int = Field(
-        default=512, ge=1, description="Chains whose placeholders are in memory at once."
+    memory_budget_gb: float | None = Field(
+        default=None,
+        gt=0,
+        description="Memory that training may take in all, GiB (of the GPU where there is one); the step is cut "
+        "up to fit. None: most of what is free when it starts.",
     )
-    rows_per_chunk: int = Field(default=1024, ge=1, description="Rows of logits in memory at once.")
+    chains_per_segment: int | None = Field(
+        default=None,
+        ge=1,
+        description="Chains whose placeholders are in memory at once; None: by the memory budget.",
+    )
+    rows_per_chunk: int | None = Field(
+        default=None, ge=1, description="Rows of logits in memory at once; None: by the memory budget."
+    )
     checkpoint_interval_s: float = Field(
         default=60.0, gt=0, description="Seconds between resumable checkpoints."
     )

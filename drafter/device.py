@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
+from pathlib import Path
 
 import torch
 
@@ -37,3 +39,12 @@ def peak_memory_gb(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / _GIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / _GIB if sys.platform == "darwin" else peak * 1024 / _GIB
+
+
+def process_memory_gb() -> float:
+    """Resident memory of this process now, GiB; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0.0
+    return pages * os.sysconf("SC_PAGE_SIZE") / _GIB

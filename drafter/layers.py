@@ -9,11 +9,13 @@ that many segments do not round each other away.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 class ComputeWeights:
@@ -135,3 +137,11 @@ class _GatedUnit(torch.autograd.Function):
 def gated_unit(projection: Tensor) -> Tensor:
     """silu(gate) * up, [R, I] from the joint projection [R, 2I]."""
     return _GatedUnit.apply(projection)
+
+
+def recomputed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`function(x)`, keeping only `x`: the backward runs it again."""
+    if not torch.is_grad_enabled():
+        return function(x)
+    result: Tensor = checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)
+    return result

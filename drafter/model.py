@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from drafter.attention import Heads
 from drafter.config import Algorithm, DrafterSettings
 from drafter.errors import CheckpointError
-from drafter.layers import ComputeWeights, RmsNorm, gated_unit
+from drafter.layers import ComputeWeights, RmsNorm, gated_unit, recomputed
 from drafter.target import Target
 from drafter.vocabulary import offsets_from_ids
 
@@ -158,11 +158,18 @@ class DecoderLayer(nn.Module):
         normed, residual = self.input_layernorm.add(output, residual)
         return self.self_attn.project(normed, weights), residual
 
-    def finish(self, attended: Tensor, residual: Tensor, weights: ComputeWeights) -> tuple[Tensor, Tensor]:
-        """Output projection and feed-forward: the layer's output and residual, both [R, H]."""
+    def finish(
+        self, attended: Tensor, residual: Tensor, weights: ComputeWeights, keep_feed_forward: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Output projection and feed-forward: the layer's output and residual, both [R, H].
+
+        Without `keep_feed_forward` the 3I numbers a row inside it are computed again for the backward.
+        """
         output = weights.linear(attended, self.self_attn.o_proj.weight)
         normed, residual = self.post_attention_layernorm.add(output, residual)
-        return self.mlp(normed, weights), residual
+        if keep_feed_forward:
+            return self.mlp(normed, weights), residual
+        return recomputed(lambda x: self.mlp(x, weights), normed), residual
 
 
 class Drafter(nn.Module):

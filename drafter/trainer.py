@@ -10,8 +10,9 @@ import math
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
@@ -23,9 +24,12 @@ from drafter.errors import FledgeError
 from drafter.files import write_text_atomically
 from drafter.initialization import TargetTensors, build_teacher
 from drafter.interruption import StopSignals
+from drafter.memory_budget import fit_step
 from drafter.metrics import FILE_NAME as METRICS_NAME
 from drafter.metrics import MetricsWriter, StepMetrics, read_metrics
+from drafter.model import DrafterConfig
 from drafter.optimization import Optimizer, learning_rate_share
+from drafter.packing import PackedBatch
 from drafter.preflight import require_fit
 from drafter.progress import Progress, track
 from drafter.provenance import read_provenance
@@ -95,6 +99,7 @@ class _Training:
             self.device,
         )
         self.optimizer = Optimizer(self.drafter, settings)
+        self.options = _step_options(settings, self.drafter.config, self.device)
         self.generator = torch.Generator().manual_seed(settings.seed)
         self.plan = PackingPlan(
             self.data.lengths,
@@ -125,19 +130,20 @@ class _Training:
     def take_steps(self) -> None:
         """The loop: one optimizer step after the other until data or time end."""
         checkpoint_at = time.monotonic() + self.settings.checkpoint_interval_s
-        sequences = self.plan.from_sequence(self.position.sequence)
+        groups = self.loaded_groups()
         metrics_path = self.settings.output / METRICS_NAME
         with (
             MetricsWriter(metrics_path, self.position.step) as metrics,
             self.progress() as progress,
             StopSignals() as signals,
         ):
-            while not self.out_of_time() and (
-                group := list(islice(sequences, self.settings.sequences_per_step))
-            ):
+            while not self.out_of_time():
                 started_at = time.monotonic()
-                measured = self.step(group)
-                self.advance(len(group), measured.num_tokens, time.monotonic() - started_at)
+                batches = next(groups, None)
+                if batches is None:
+                    break
+                measured = self.step(batches)
+                self.advance(len(batches), measured.num_tokens, time.monotonic() - started_at)
                 metrics.append(self.describe(measured))
                 self.report(progress, measured)
                 if signals.asked:
@@ -148,17 +154,27 @@ class _Training:
                     self.checkpoint()
                     checkpoint_at = time.monotonic() + self.settings.checkpoint_interval_s
 
-    def step(self, group: list[PackedSequence]) -> Measured:
+    def loaded_groups(self) -> Iterator[list[PackedBatch]]:
+        """The packed sequences of each step to come; the next ones are read while these are learned from."""
+        sequences = self.plan.from_sequence(self.position.sequence)
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-states") as reader:
+            waiting: Future[list[PackedBatch]] | None = None
+            while group := list(islice(sequences, self.settings.sequences_per_step)):
+                following = reader.submit(self.load, group)
+                if waiting is not None:
+                    yield waiting.result()
+                waiting = following
+            if waiting is not None:
+                yield waiting.result()
+
+    def load(self, group: list[PackedSequence]) -> list[PackedBatch]:
+        return [self.data.batch(sequence.documents) for sequence in group]
+
+    def step(self, batches: list[PackedBatch]) -> Measured:
         """Gradients of a few packed sequences, averaged over all their supervised predictions; one update."""
         settings = self.settings
-        options = StepOptions(
-            dtype=getattr(torch, settings.dtype),
-            chains_per_segment=settings.chains_per_segment,
-            rows_per_chunk=settings.rows_per_chunk,
-        )
         work = []
-        for sequence in group:
-            batch = self.data.batch(sequence.documents)
+        for batch in batches:
             chains = sample_chains(
                 batch, settings.num_depths, settings.retention, settings.retention_floor, self.generator
             )
@@ -167,7 +183,7 @@ class _Training:
         normalizer = float(supervised.sum())
         take_step = _STEPS[settings.algorithm]
         results = [
-            take_step(self.drafter, self.teacher, batch, chains, options, normalizer)
+            take_step(self.drafter, self.teacher, batch, chains, self.options, normalizer)
             for batch, chains in work
         ]
         loss = float(sum(float(result.loss_sum) for result in results)) / normalizer
@@ -278,6 +294,20 @@ class _Training:
             if self.settings.warm_start
             else None,
         )
+
+
+def _step_options(settings: TrainSettings, config: DrafterConfig, device: torch.device) -> StepOptions:
+    """How steps are cut up: by the memory budget, and what the settings say themselves."""
+    options = fit_step(
+        config,
+        settings.max_length_tokens,
+        settings.num_depths,
+        getattr(torch, settings.dtype),
+        device,
+        settings.memory_budget_gb,
+    )
+    stated = {name: getattr(settings, name) for name in ("chains_per_segment", "rows_per_chunk")}
+    return replace(options, **{name: value for name, value in stated.items() if value is not None})
 
 
 @dataclass(frozen=True)

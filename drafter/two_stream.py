@@ -7,7 +7,8 @@ Depth-0 slots never see a placeholder, so the flat masked forward over slots and
 1. The real stream runs once over the packed sequence; each layer's keys and values are kept as leaves.
 2. Segments of chains, in anchor order, attend to those up to their anchor and to their own chain. After
    a segment's backward its memory is free; the leaves have collected its gradient in float32.
-3. Head and loss go chunk by chunk in both streams (`drafter.loss`), teacher included.
+3. Head and loss go chunk by chunk (`drafter.loss`): with a segment's placeholders go the real slots up to
+   its last anchor, so that rows which predict the same slot share one teacher.
 4. One backward runs through the real stream with its own loss and the collected gradients.
 
 The last layer's queries, feed-forward and head only run for supervised rows: the others are never read.
@@ -15,15 +16,16 @@ The last layer's queries, feed-forward and head only run for supervised rows: th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from drafter.attention import AttentionCall, AttentionPlan, KeyValueStore, Rotation, attend, plan_attention
+from drafter.attention import AttentionCall, KeyValueStore, Rotation, Tiles, attend, plan_attention
 from drafter.chains import Chains
 from drafter.layers import ComputeWeights
-from drafter.loss import LossSums, RowTargets, TeacherHead, head_loss
+from drafter.loss import HeadGradient, LossSums, RowTargets, TeacherHead, head_loss
 from drafter.model import Drafter
 from drafter.packing import PackedBatch
 
@@ -37,15 +39,20 @@ class StepOptions:
         chains_per_segment: chains whose placeholders are in memory at once.
         rows_per_chunk: rows of logits in memory at once.
         attention_rows: rows of one attention block.
-        keep_scores: attention probabilities that one layer of one stream may keep for its backward;
-            beyond, they are computed twice. 2**28 are 0.5 GB in bfloat16.
+        attention_columns: most keys that such a block looks at in one product.
+        keep_feed_forward: whether the real stream keeps the inside of its feed-forwards for the backward.
     """
 
     dtype: torch.dtype = torch.bfloat16
     chains_per_segment: int = 512
     rows_per_chunk: int = 1024
     attention_rows: int = 128
-    keep_scores: int = 2**28
+    attention_columns: int = 512
+    keep_feed_forward: bool = True
+
+    @property
+    def tiles(self) -> Tiles:
+        return Tiles(self.attention_rows, self.attention_columns)
 
 
 @dataclass(frozen=True)
@@ -108,21 +115,43 @@ def _run(
 ) -> StepResult:
     sums = LossSums.zeros(chains.num_depths, drafter.device)
     slots = torch.where(batch.supervised)[0]
+    if not len(slots):
+        return StepResult(sums.loss, sums.supervised, sums.correct)
     loss = ChunkedLoss(drafter, teacher, batch, options, sums, scale)
-    if len(slots):
-        stores, hidden, _ = real_stream(drafter, batch, options, slots)
-        real_gradient = loss.gradient(hidden, slots, torch.zeros_like(slots))
-        first = batch.document_starts()
-        for segment in chains.segments(options.chains_per_segment):
-            placeholders = placeholder_stream(drafter, first, batch.positions, segment, stores, options)
-            chain, depth = (index.to(drafter.device) for index in segment.elements())
-            predicting = segment.anchors.to(drafter.device)[chain] + depth
-            gradient = loss.gradient(placeholders, predicting, depth)
-            if gradient is not None:
-                placeholders.backward(gradient)
-        if real_gradient is not None:
-            hidden.backward(real_gradient)
+    stores, hidden, _ = real_stream(drafter, batch, options, slots)
+    real_gradients = []
+    first = batch.document_starts()
+    for segment, share in _segments(chains, options.chains_per_segment, slots):
+        placeholders = placeholder_stream(drafter, first, batch.positions, segment, stores, options)
+        chain, depth = (index.to(drafter.device) for index in segment.elements())
+        predicting = torch.cat([slots[share], segment.anchors.to(drafter.device)[chain] + depth])
+        depths = torch.cat([torch.zeros_like(slots[share]), depth])
+        rows = torch.cat([hidden.detach()[share], placeholders.detach()])
+        gradient = loss.gradient(rows, predicting, depths)
+        if gradient is not None:
+            by_real, by_placeholders = gradient.split([share.stop - share.start, len(placeholders)])
+            real_gradients.append(by_real)
+            if len(placeholders):
+                placeholders.backward(by_placeholders)
+    if real_gradients:
+        hidden.backward(torch.cat(real_gradients))
     return StepResult(sums.loss, sums.supervised, sums.correct)
+
+
+def _segments(chains: Chains, chains_per_segment: int, slots: Tensor) -> Iterator[tuple[Chains, slice]]:
+    """Segments of chains, each with its share of the supervised slots: those up to its last anchor.
+
+    At least one, and the last takes the slots that are left.
+    """
+    supervised = slots.cpu()
+    taken = 0
+    for start in range(0, max(chains.num_chains, 1), chains_per_segment):
+        stop = min(start + chains_per_segment, chains.num_chains)
+        upto = len(supervised)
+        if stop < chains.num_chains:
+            upto = int(torch.searchsorted(supervised, chains.anchors[stop - 1], right=True))
+        yield chains.segment(start, stop), slice(taken, upto)
+        taken = upto
 
 
 def real_stream(
@@ -140,10 +169,11 @@ def real_stream(
     weights = drafter.compute_weights(options.dtype)
     first = batch.document_starts()
     slots = torch.arange(batch.num_slots)
-    everywhere = plan_attention(first, slots, None, options.attention_rows, drafter.device)
+    where = (options.tiles, drafter.device, options.dtype)
+    everywhere = last_layer = plan_attention(first, slots, None, *where)
     wanted = rows.cpu()
-    last_layer = plan_attention(first[wanted], wanted, None, options.attention_rows, drafter.device)
-    last_layer = AttentionPlan(last_layer.blocks, last_layer.num_scores, False, rows)
+    if len(wanted) < len(slots):
+        last_layer = plan_attention(first[wanted], wanted, None, *where, row_index=rows)
     rotation = rotation_of(drafter, batch.positions)
     embedding = drafter.embed_tokens(batch.input_ids).to(options.dtype)
     fused = weights.linear(batch.auxiliary.to(options.dtype), drafter.fc.weight)
@@ -152,13 +182,15 @@ def real_stream(
     for index in range(drafter.config.num_layers):
         is_last = index == drafter.config.num_layers - 1
         plan = last_layer if is_last else everywhere
-        call = AttentionCall(drafter.config.heads, plan, rotation, None, options.keep_scores)
+        call = AttentionCall(drafter.config.heads, plan, rotation, None)
         attended = attend(projection, call)
         if call.store is None:
             raise AssertionError("the real stream leaves its keys and values behind")
         stores.append(call.store)
-        residual = residual[rows] if is_last else residual
-        projection, residual = _after_attention(drafter, index, attended, residual, weights)
+        residual = residual[rows] if is_last and last_layer.row_index is not None else residual
+        projection, residual = _after_attention(
+            drafter, index, attended, residual, weights, options.keep_feed_forward
+        )
     return stores, projection, residual
 
 
@@ -181,24 +213,33 @@ def placeholder_stream(
     weights = drafter.compute_weights(options.dtype)
     chain, depth = chains.elements()
     anchors = chains.anchors[chain]
-    plan = plan_attention(document_starts[anchors], anchors, chain, options.attention_rows, drafter.device)
+    if not len(chain):
+        return weights.of(drafter.fc.weight).new_empty(0, drafter.config.hidden_size)
+    plan = plan_attention(
+        document_starts[anchors], anchors, chain, options.tiles, drafter.device, options.dtype
+    )
     rotation = rotation_of(drafter, positions[anchors.to(drafter.device)] + depth.to(drafter.device))
     embedding = drafter.mask_embedding.to(options.dtype)[None]
     fused = weights.linear(drafter.mask_hidden.view(1, -1).to(options.dtype), drafter.fc.weight)
     projection, residual = drafter.layer(0).first_input(embedding, fused, weights)
     projection, residual = (row.expand(len(chain), -1) for row in (projection, residual))
     for index, store in enumerate(stores):
-        call = AttentionCall(drafter.config.heads, plan, rotation, store, options.keep_scores)
+        call = AttentionCall(drafter.config.heads, plan, rotation, store)
         attended = attend(projection, call)
         projection, residual = _after_attention(drafter, index, attended, residual, weights)
     return projection
 
 
 def _after_attention(
-    drafter: Drafter, index: int, attended: Tensor, residual: Tensor, weights: ComputeWeights
+    drafter: Drafter,
+    index: int,
+    attended: Tensor,
+    residual: Tensor,
+    weights: ComputeWeights,
+    keep_feed_forward: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Finish layer `index` and begin the next: its projection, or after the last the normed output."""
-    output, residual = drafter.layer(index).finish(attended, residual, weights)
+    output, residual = drafter.layer(index).finish(attended, residual, weights, keep_feed_forward)
     if index + 1 == drafter.config.num_layers:
         return drafter.norm.add(output, residual)
     return drafter.layer(index + 1).later_input(output, residual, weights)
@@ -224,7 +265,7 @@ class ChunkedLoss:
         """Add the rows' losses to the sums and the head's gradient to the head.
 
         Args:
-            hidden: [R, H] normed output.
+            hidden: [R, H] normed output, outside any graph.
             slots: [R] slot whose prediction each row makes.
             depths: [R].
 
@@ -235,14 +276,17 @@ class ChunkedLoss:
         head = self.drafter.compute_weights(self.options.dtype).of(master)
         reachable = self.drafter.in_draft_vocabulary[self.batch.predicted_ids[slots]]
         order = slots.argsort(stable=True)  # rows with one teacher side by side: it is computed once
-        gradient = None if self.scale is None else torch.empty_like(hidden)
+        head_gradient, gradient = None, None
+        if self.scale is not None:
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+            head_gradient = HeadGradient(master.grad, self.scale)
+            gradient = torch.empty_like(hidden)
         for chunk in order.split(self.options.rows_per_chunk):
             predicting, teacher_row = slots[chunk].unique_consecutive(return_inverse=True)
             final = self.batch.final[predicting]
             targets = RowTargets(final, teacher_row, depths[chunk], reachable[chunk])
-            rows = hidden.detach()[chunk]
-            found = head_loss(rows, head, self.teacher, targets, self.sums, self.scale)
+            found = head_loss(hidden[chunk], head, self.teacher, targets, self.sums, head_gradient)
             if found is not None and gradient is not None:
-                gradient[chunk] = found[0]
-                master.grad = found[1] if master.grad is None else master.grad.add_(found[1])
+                gradient[chunk] = found
         return gradient

@@ -1,7 +1,7 @@
 """EAGLE-3's training-time test (arXiv 2503.01840, section 3.2): guess after guess, as decoding will.
 
 Shapes: N slots, C chains that are still going, G key/value heads, J query heads per key/value head, E head
-size, H hidden size, d depth (0 is the first guess), R rows of a block, S real keys of a block.
+size, H hidden size, d depth (0 is the first guess).
 
 A server drafts in turn: the first guess comes from the real slot, every later one reads the token guessed
 before and, in place of the fused auxiliary states, the drafter's own sum before its last norm. Training does
@@ -25,7 +25,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafter.attention import Block, Heads, KeyValueStore, plan_attention, rotate
+from drafter.attention import (
+    Block,
+    Heads,
+    Keys,
+    KeyValueStore,
+    attend_blocks,
+    differentiate_blocks,
+    plan_attention,
+    rotate,
+)
 from drafter.chains import Chains
 from drafter.loss import LossSums, TeacherHead
 from drafter.model import Drafter
@@ -138,10 +147,9 @@ class Unrolling:
             keys = torch.cat([keys[goes_on], rotate(key, rotation)[:, None]], dim=1)
             values = torch.cat([values[goes_on], value[:, None]], dim=1)
             first = self.document_starts[anchors]
-            plan = plan_attention(first, anchors, None, self.options.attention_rows, device)
-            attended = _ChainAttention.apply(
-                rotate(query, rotation), keys, values, self.store, plan.blocks, heads
-            )
+            plan = plan_attention(first, anchors, None, self.options.tiles, device, self.options.dtype)
+            query = rotate(query, rotation.scaled(heads.head_dim**-0.5))
+            attended = _ChainAttention.apply(query, keys, values, self.store, plan.blocks)
             output, residual = layer.finish(attended, residual, weights)
             hidden, state = drafter.norm.add(output, residual)
             yield Guesses(depth, numbers, hidden)
@@ -157,103 +165,34 @@ def _split(projection: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
 class _ChainAttention(torch.autograd.Function):
     """One query a chain, against the real keys up to its anchor and the chain's own keys so far.
 
-    The backward computes the probabilities again: they are the one thing that would grow with the length of
-    the sequence times the number of chains.
+    The softmax runs over both. What the real keys give is scaled to their share of it, exp(own log-sum-exp -
+    joint log-sum-exp), and no probability of theirs is kept.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        store: KeyValueStore,
-        blocks: tuple[Block, ...],
-        heads: Heads,
+        ctx: Any, query: Tensor, keys: Tensor, values: Tensor, store: KeyValueStore, blocks: tuple[Block, ...]
     ) -> Tensor:
-        """[C, G*J*E] from rotated queries [C, G, J, E], own keys and own values [C, d, G, E]."""
-        output = torch.empty_like(query)
-        for block in blocks:
-            rows = block.rows
-            real_keys, real_values = _seen_by(block, store)
-            real, own = _probabilities(query[rows], real_keys, keys[rows], block)
-            attended = torch.bmm(real, real_values)
-            output[rows] = _by_row(attended, heads)
-            output[rows] += torch.einsum("rgjd,rdge->rgje", own, values[rows])
-        ctx.save_for_backward(query, keys, values, output)
-        ctx.store, ctx.blocks, ctx.heads = store, blocks, heads
-        return output.reshape(len(output), -1)
+        """[C, G*J*E] from scaled, rotated queries [C, G, J, E], own keys and own values [C, d, G, E]."""
+        output, log_sum = attend_blocks(query, Keys(store, None), blocks)
+        scores = torch.einsum("rgje,rdge->rgjd", query, keys).float()
+        joint = torch.logaddexp(log_sum, scores.logsumexp(-1, keepdim=True))
+        own = (scores - joint).exp_().to(query.dtype)
+        output = output * (log_sum - joint).exp_() + torch.einsum("rgjd,rdge->rgje", own, values)
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, keys, values, output, own, joint)
+        ctx.store, ctx.blocks = store, blocks
+        return output.view(len(output), -1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, keys, values, output = ctx.saved_tensors
-        store, heads = ctx.store, ctx.heads
-        scale = heads.head_dim**-0.5
-        by_output = gradients[0].reshape(query.shape)
+        query, keys, values, output, own, joint = ctx.saved_tensors
+        upstream = gradients[0].reshape(query.shape)
+        by_query = differentiate_blocks(query, output, joint, upstream, Keys(ctx.store, None), ctx.blocks)
         # d softmax: P * (dP - sum(dP * P)), and sum(dP * P) = sum(dO * O) per query.
-        weighted = (by_output.float() * output.float()).sum(-1, keepdim=True)
-        by_query, by_keys, by_values = (torch.empty_like(one) for one in (query, keys, values))
-        for block in ctx.blocks:
-            rows = block.rows
-            real_keys, real_values = _seen_by(block, store)
-            real, own = _probabilities(query[rows], real_keys, keys[rows], block)
-            folded_query, folded_output = _by_head(query[rows]), _by_head(by_output[rows])
-            real_scores = torch.bmm(folded_output, real_values.transpose(1, 2))
-            real_scores.sub_(_by_head(weighted[rows])).mul_(real).mul_(scale)
-            own_scores = torch.einsum("rgje,rdge->rgjd", by_output[rows], values[rows])
-            own_scores.sub_(weighted[rows]).mul_(own).mul_(scale)
-            by_query[rows] = _by_row(torch.bmm(real_scores, real_keys), heads)
-            by_query[rows] += torch.einsum("rgjd,rdge->rgje", own_scores, keys[rows])
-            by_keys[rows] = torch.einsum("rgjd,rgje->rdge", own_scores, query[rows])
-            by_values[rows] = torch.einsum("rgjd,rgje->rdge", own, by_output[rows])
-            by_real_keys = torch.bmm(real_scores.transpose(1, 2), folded_query)
-            _leave_gradients(block, store, by_real_keys, torch.bmm(real.transpose(1, 2), folded_output))
-        return by_query, by_keys, by_values, None, None, None
-
-
-def _by_head(x: Tensor) -> Tensor:
-    """[R, G, J, E] -> [G, J * R, E], so that a block is one batched product and no key is repeated."""
-    return x.permute(1, 2, 0, 3).reshape(x.shape[1], -1, x.shape[3])
-
-
-def _by_row(x: Tensor, heads: Heads) -> Tensor:
-    """[G, J * R, E] -> [R, G, J, E]."""
-    return x.reshape(heads.num_kv_heads, heads.group, -1, x.shape[-1]).permute(2, 0, 1, 3)
-
-
-def _seen_by(block: Block, store: KeyValueStore) -> tuple[Tensor, Tensor]:
-    """The real keys and values that some row of a block sees, both [G, S, E]."""
-    return store.key[:, block.keys], store.value[:, block.keys]
-
-
-def _leave_gradients(block: Block, store: KeyValueStore, by_keys: Tensor, by_values: Tensor) -> None:
-    """Add a block's gradients [G, S, E] to those of the real keys and values."""
-    for total, gradient in zip(store.gradients(), (by_keys, by_values), strict=True):
-        total[:, block.keys] += gradient
-
-
-def _hide_later(scores: Tensor, block: Block) -> None:
-    """Put -inf where a row's anchor does not look. `scores` is [G, J, R, S]."""
-    if block.hidden is not None:
-        scores[..., block.hidden_from :].masked_fill_(block.hidden, float("-inf"))
-
-
-def _probabilities(query: Tensor, real_keys: Tensor, own_keys: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    """Softmax over real and own keys together.
-
-    Args:
-        query: [R, G, J, E].
-        real_keys: [G, S, E].
-        own_keys: [R, d, G, E].
-
-    Returns:
-        For the real keys [G, J * R, S], for the own ones [R, G, J, d].
-    """
-    scaled = query * query.shape[-1] ** -0.5
-    num_rows, num_kv_heads, group, _ = query.shape
-    real = torch.bmm(_by_head(scaled), real_keys.transpose(1, 2))
-    _hide_later(real.view(num_kv_heads, group, num_rows, -1), block)
-    own = torch.einsum("rgje,rdge->rgjd", scaled, own_keys)
-    scores = torch.cat([real, _by_head(own)], dim=-1)
-    real, folded = torch.softmax(scores, dim=-1).split([real.shape[-1], own.shape[-1]], dim=-1)
-    return real, folded.reshape(num_kv_heads, group, num_rows, -1).permute(2, 0, 1, 3)
+        inner = (upstream.float() * output).sum(-1, keepdim=True)
+        by_scores = torch.einsum("rgje,rdge->rgjd", upstream, values).sub_(inner).mul_(own)
+        by_query += torch.einsum("rgjd,rdge->rgje", by_scores, keys)
+        by_keys = torch.einsum("rgjd,rgje->rdge", by_scores, query)
+        by_values = torch.einsum("rgjd,rgje->rdge", own, upstream)
+        return by_query, by_keys, by_values, None, None

@@ -34,7 +34,7 @@ from tasks.settings import Places
 FIRST_ATTEMPT = "first"
 # Where something is, how a server is reached, and in which pieces work is done, changes no result ...
 _IGNORED = {"dataset", "target", "states", "training", "output", "python", "port", "start_timeout_s"}
-_IGNORED |= {"device", "checkpoint_interval_s", "chains_per_segment", "rows_per_chunk"}
+_IGNORED |= {"device", "checkpoint_interval_s", "chains_per_segment", "rows_per_chunk", "memory_budget_gb"}
 # ... and for what the target answers, the load of the server does not either. Speed is another matter.
 _LOAD = {"concurrency", "max_num_seqs", "kv_cache_gb"}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafter.loss import LossSums, RowTargets, divergence, head_loss
+from drafter.loss import HeadGradient, LossSums, RowTargets, best_tokens, divergence, head_loss
 from tests.reference.random_drafters import random_config, random_teacher
 
 ROWS = 150  # more than one block of rows that a CPU keeps in its cache
@@ -29,9 +29,9 @@ def test_the_loss_and_its_gradients_are_autograds() -> None:
     hidden, head, targets = _inputs()
     teacher = random_teacher(random_config())
     sums = LossSums.zeros(3, torch.device("cpu"))
-    by_hidden, by_head = head_loss(hidden, head, teacher, targets, sums, scale=0.01) or pytest.fail(
-        "no gradient"
-    )
+    by_head = torch.zeros_like(head)
+    by_hidden = head_loss(hidden, head, teacher, targets, sums, HeadGradient(by_head, scale=0.01))
+    assert by_hidden is not None
     hidden.requires_grad_()
     head.requires_grad_()
     p = teacher.logits(targets.final)[targets.teacher].softmax(-1)
@@ -47,7 +47,7 @@ def test_hits_count_per_depth_and_only_where_the_written_token_can_be_drafted() 
     hidden, head, targets = _inputs()
     teacher = random_teacher(random_config())
     sums = LossSums.zeros(3, torch.device("cpu"))
-    assert head_loss(hidden, head, teacher, targets, sums, scale=None) is None
+    assert head_loss(hidden, head, teacher, targets, sums, None) is None
     best = teacher.logits(targets.final)[targets.teacher].argmax(-1)
     hit = ((hidden @ head.T).argmax(-1) == best) & targets.reachable
     for depth in range(3):
@@ -67,3 +67,9 @@ def test_the_teacher_is_the_targets_norm_and_head() -> None:
     final = torch.randn(4, 32, generator=torch.Generator().manual_seed(2))
     normed = torch.nn.functional.rms_norm(final, (32,), teacher.norm, teacher.eps)
     assert torch.allclose(teacher.logits(final), normed @ teacher.weight.T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [64, 640, 100])
+def test_the_best_token_is_the_first_of_equals(size: int) -> None:
+    logits = torch.randint(0, 9, (200, size), generator=torch.Generator().manual_seed(3)).float()
+    assert torch.equal(best_tokens(logits), logits.argmax(-1))

@@ -26,7 +26,9 @@ def test_loss_and_every_gradient_equal_the_public_model(
     chains = sample_chains(batch, num_depths, 0.8, 0.2, torch.Generator().manual_seed(2))
     theirs = run_speculators(drafter, teacher, batch, chains)
     count = float(count_supervised(batch, chains).sum())
-    options = StepOptions(torch.float32, chains_per_segment=10, rows_per_chunk=16, attention_rows=32)
+    options = StepOptions(
+        torch.float32, chains_per_segment=10, rows_per_chunk=16, attention_rows=16, attention_columns=8
+    )
     ours = two_stream_step(drafter, teacher, batch, chains, options, count)
     # They divide by the number of supervised predictions + 1e-5.
     scale = count / (count + 1e-5)

@@ -79,12 +79,14 @@ def test_gradients_are_exact_for_every_packing(lengths: tuple[int, ...]) -> None
 
 @pytest.mark.parametrize("chains_per_segment", [1, 7, 1000])
 @pytest.mark.parametrize("rows_per_chunk", [1, 13, 1000])
-@pytest.mark.parametrize("attention_rows", [8, 32, 1000])
+@pytest.mark.parametrize(("attention_rows", "attention_columns"), [(8, 5), (32, 16), (1000, 1000)])
 def test_how_the_step_is_cut_does_not_change_it(
-    chains_per_segment: int, rows_per_chunk: int, attention_rows: int
+    chains_per_segment: int, rows_per_chunk: int, attention_rows: int, attention_columns: int
 ) -> None:
     batch = random_batch((40, 3, 22))
-    options = StepOptions(torch.float32, chains_per_segment, rows_per_chunk, attention_rows)
+    options = StepOptions(
+        torch.float32, chains_per_segment, rows_per_chunk, attention_rows, attention_columns
+    )
     _compare(batch, _chains(batch), options)
 
 
@@ -94,9 +96,9 @@ def test_gradients_are_exact_for_every_grouping_of_heads(num_heads: int, num_kv_
     _compare(batch, _chains(batch), num_heads=num_heads, num_kv_heads=num_kv_heads)
 
 
-def test_recomputed_probabilities_give_the_same_gradients() -> None:
+def test_feed_forwards_computed_twice_give_the_same_gradients() -> None:
     batch = random_batch(PACKED)
-    _compare(batch, _chains(batch), StepOptions(torch.float32, attention_rows=16, keep_scores=0))
+    _compare(batch, _chains(batch), StepOptions(torch.float32, keep_feed_forward=False))
 
 
 def test_a_full_draft_vocabulary_works() -> None:

@@ -1,24 +1,16 @@
-"""The public `speculators` 0.9.0 P-EAGLE model on our weights, our batch and our chains.
+"""Loss and gradients of the public `speculators` 0.9.0 P-EAGLE model: a reference that nobody here wrote.
 
-A reference that nobody here wrote. Its frame is shifted by one against ours only in where the shift is
-made: it takes inputs that are already aligned per slot, as `PackedBatch` holds them. Two things are
-exchanged for the comparison:
-
-- its chain sampler (`generate_cod_sample_indices`), which has faults of its own and random choices of its
-  own, returns our chains instead: anchors and depths, all depth-0 slots first;
-- attention runs as "sdpa" with a dense mask, because flex attention has no backward on a CPU.
-
-Nothing else of the package is touched: layers, mask, positions, heads, KL loss and its reduction are its own.
+How it is built and what is exchanged for the comparison: benchmarks/speculators_peer.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from unittest import mock
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from benchmarks.speculators_peer import build_model, forward
 from drafter.chains import Chains
 from drafter.loss import TeacherHead
 from drafter.model import Drafter, DrafterConfig
@@ -38,69 +30,12 @@ def run_speculators(
     drafter: Drafter, teacher: TeacherHead, batch: PackedBatch, chains: Chains
 ) -> SpeculatorsResult:
     """Forward and backward of `PEagleDraftModel` in float32."""
-    from speculators.losses.eager import kl_div_loss
-    from speculators.models.peagle import core
-
-    model = _build(core.PEagleDraftModel, drafter, teacher)
-    chain, depth = chains.elements()
-    anchors = torch.cat([torch.arange(batch.num_slots), chains.anchors[chain]])
-    depths = torch.cat([torch.zeros(batch.num_slots, dtype=torch.int64), depth])
-    lengths = torch.tensor(batch.offsets).diff()
-    with mock.patch.object(core, "generate_cod_sample_indices", return_value=(anchors, depths)):
-        _, loss, metrics = model(
-            hidden_states=batch.auxiliary[None].float(),
-            input_ids=batch.input_ids[None],
-            document_ids=torch.arange(len(lengths)).repeat_interleave(lengths)[None],
-            loss_mask=batch.supervised[None].float(),
-            verifier_last_hidden_states=batch.final[None].float(),
-            loss_config={"kl_div": (kl_div_loss, 1.0)},
-            num_depths=chains.num_depths,
-        )
+    model = build_model(drafter, teacher)
+    exact = replace(batch, auxiliary=batch.auxiliary.float(), final=batch.final.float())
+    loss, metrics = forward(model, exact, chains)
     loss.backward()
     correct = [int(metrics[f"position_{index}_acc_sum"]) for index in range(chains.num_depths)]
     return SpeculatorsResult(float(loss.detach()), correct, _gradients(model, drafter.config))
-
-
-def _build(model_class: type, drafter: Drafter, teacher: TeacherHead):  # type: ignore[no-untyped-def]
-    """Their model with our weights, every trained tensor wanting a gradient."""
-    from speculators.models.peagle import PEagleSpeculatorConfig
-    from transformers import LlamaConfig
-
-    config = drafter.config
-    layers = LlamaConfig(
-        hidden_size=config.hidden_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        intermediate_size=config.intermediate_size,
-        vocab_size=config.vocab_size,
-        rms_norm_eps=config.rms_norm_eps,
-        max_position_embeddings=config.max_position_embeddings,
-        rope_parameters=dict(config.rope),
-        tie_word_embeddings=False,
-    )
-    layers._attn_implementation = "sdpa"
-    model = model_class(
-        PEagleSpeculatorConfig(
-            transformer_layer_config=layers,
-            draft_vocab_size=config.draft_vocab_size,
-            norm_before_residual=config.norm_before_residual,
-            eagle_aux_hidden_state_layer_ids=list(config.auxiliary_layers),
-            mask_token_id=config.mask_token_id,
-            embed_requires_grad=True,
-        )
-    ).float()
-    state = {name: tensor for name, tensor in drafter.export_tensors(torch.float32).items() if name != "d2t"}
-    state["verifier_norm.weight"] = teacher.norm.float()
-    state["verifier_lm_head.weight"] = teacher.weight.float()
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    assert not unexpected, unexpected
-    assert set(missing) <= {"d2t", "t2d"}, missing
-    for name in state:
-        if not name.startswith("verifier_"):
-            model.get_parameter(name).requires_grad_(True)
-    return model
 
 
 def _gradients(model: torch.nn.Module, config: DrafterConfig) -> dict[str, Tensor]:
