@@ -117,13 +117,15 @@ def train_servable_drafter(target: Path, folder: Path, **changes: object) -> Pat
         states,
         target,
         folder / "training",
-        drafter={"draft_vocab_size": 256},
-        num_depths=NUM_SPECULATIVE_TOKENS + 1,
-        max_length_tokens=1024,
-        num_epochs=60,
-        time_budget_s=40,
-        peak_learning_rate=3e-3,
-        **changes,
+        **{
+            "drafter": {"draft_vocab_size": 256},
+            "num_depths": NUM_SPECULATIVE_TOKENS + 1,
+            "max_length_tokens": 1024,
+            "num_epochs": 60,
+            "time_budget_s": 40,
+            "peak_learning_rate": 3e-3,
+            **changes,
+        },
     )
     train(settings)
     export(ExportSettings(training=folder / "training", target=target, output=folder / "drafter"))
