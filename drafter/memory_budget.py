@@ -52,7 +52,8 @@ def fit_step(
         FledgeError: the stated budget is too small for this length.
     """
     limit_gb = _available_gb(device) if budget_gb is None else budget_gb
-    default = StepOptions(dtype=dtype)
+    # A block of more rows costs fewer passes over keys' gradients, and more masked scores.
+    default = StepOptions(dtype=dtype, attention_rows=256 if num_slots >= 4096 else 128)
     if device.type == "cuda":
         # Kernels are launched one by one: fewer and larger pieces.
         default = replace(default, attention_rows=1024, attention_columns=4096)
