@@ -363,8 +363,16 @@ class _Attention(torch.autograd.Function):
         return _join(ctx, query_gradient, key_gradient, value_gradient), None
 
 
+def scale_of_queries(heads: Heads) -> float:
+    """Factor that makes scores of rotated queries, in base 2."""
+    return heads.head_dim**-0.5 / math.log(2)
+
+
 def attend_blocks(query: Tensor, keys: Keys, blocks: Sequence[Block]) -> tuple[Tensor, Tensor]:
-    """What scaled, rotated queries [R, G, J, E] see, and the log-sum-exp of their scores [R, G, J, 1] float32."""
+    """What rotated queries [R, G, J, E] see, and log2 of the sum of 2^scores, [R, G, J, 1] float32.
+
+    Queries are scaled for base 2, by `scale_of_queries`.
+    """
     output = torch.empty_like(query)
     log_sum = query.new_empty((*query.shape[:3], 1), dtype=torch.float32)
     for block in blocks:
@@ -379,9 +387,9 @@ def attend_blocks(query: Tensor, keys: Keys, blocks: Sequence[Block]) -> tuple[T
 def differentiate_blocks(
     query: Tensor, output: Tensor, log_sum: Tensor, upstream: Tensor, keys: Keys, blocks: Sequence[Block]
 ) -> Tensor:
-    """Gradient by the scaled queries [R, G, J, E]; that of keys and values is added to their stores.
+    """Gradient by queries [R, G, J, E] scaled for base e; that of keys and values is added to their stores.
 
-    Output and log-sum-exp may be of a softmax over further keys, whose gradients are the caller's.
+    `output` and `log_sum` may be of a softmax over further keys, whose gradients are the caller's.
 
     Args:
         upstream: [R, G, J, E] gradient by the output.
@@ -505,7 +513,7 @@ def _split(projection: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor, Ten
     if plan.row_index is not None:
         query = query[plan.row_index]
     query = query.reshape(len(query), heads.num_kv_heads, heads.group, heads.head_dim)
-    rotation = call.rotation.select(plan.row_index).scaled(heads.head_dim**-0.5 / math.log(2))
+    rotation = call.rotation.select(plan.row_index).scaled(scale_of_queries(heads))
     query = rotate(query, rotation)
     key = rotate(key.reshape(len(key), heads.num_kv_heads, heads.head_dim), call.rotation)
     value = value.reshape(len(value), heads.num_kv_heads, heads.head_dim)

@@ -18,6 +18,7 @@ values and sums; one backward through the real slots ends the step. Memory holds
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -34,12 +35,15 @@ from drafter.attention import (
     differentiate_blocks,
     plan_attention,
     rotate,
+    scale_of_queries,
 )
 from drafter.chains import Chains
 from drafter.loss import LossSums, TeacherHead
 from drafter.model import Drafter
 from drafter.packing import PackedBatch
 from drafter.two_stream import ChunkedLoss, StepOptions, StepResult, real_stream, rotation_of
+
+_LN2 = math.log(2)
 
 # The tokens that chains read at a depth, from the depth and the chains' numbers [C].
 ReadTokens = Callable[[int, Tensor], Tensor]
@@ -148,7 +152,7 @@ class Unrolling:
             values = torch.cat([values[goes_on], value[:, None]], dim=1)
             first = self.document_starts[anchors]
             plan = plan_attention(first, anchors, None, self.options.tiles, device, self.options.dtype)
-            query = rotate(query, rotation.scaled(heads.head_dim**-0.5))
+            query = rotate(query, rotation.scaled(scale_of_queries(heads)))
             attended = _ChainAttention.apply(query, keys, values, self.store, plan.blocks)
             output, residual = layer.finish(attended, residual, weights)
             hidden, state = drafter.norm.add(output, residual)
@@ -165,20 +169,21 @@ def _split(projection: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
 class _ChainAttention(torch.autograd.Function):
     """One query a chain, against the real keys up to its anchor and the chain's own keys so far.
 
-    The softmax runs over both. What the real keys give is scaled to their share of it, exp(own log-sum-exp -
-    joint log-sum-exp), and no probability of theirs is kept.
+    The softmax runs over both, in base 2 as in `drafter/attention.py`. What the real keys give is scaled to
+    their share of it, and no probability of theirs is kept.
     """
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, keys: Tensor, values: Tensor, store: KeyValueStore, blocks: tuple[Block, ...]
     ) -> Tensor:
-        """[C, G*J*E] from scaled, rotated queries [C, G, J, E], own keys and own values [C, d, G, E]."""
+        """[C, G*J*E] from rotated queries [C, G, J, E] scaled for base 2, own keys and values [C, d, G, E]."""
         output, log_sum = attend_blocks(query, Keys(store, None), blocks)
         scores = torch.einsum("rgje,rdge->rgjd", query, keys).float()
-        joint = torch.logaddexp(log_sum, scores.logsumexp(-1, keepdim=True))
-        own = (scores - joint).exp_().to(query.dtype)
-        output = output * (log_sum - joint).exp_() + torch.einsum("rgjd,rdge->rgje", own, values)
+        own_sum = (scores * _LN2).logsumexp(-1, keepdim=True) / _LN2
+        joint = torch.logaddexp2(log_sum, own_sum)
+        own = (scores - joint).exp2_().to(query.dtype)
+        output = output * (log_sum - joint).exp2_() + torch.einsum("rgjd,rdge->rgje", own, values)
         output = output.to(query.dtype)
         ctx.save_for_backward(query, keys, values, output, own, joint)
         ctx.store, ctx.blocks = store, blocks
@@ -193,6 +198,6 @@ class _ChainAttention(torch.autograd.Function):
         inner = (upstream.float() * output).sum(-1, keepdim=True)
         by_scores = torch.einsum("rgje,rdge->rgjd", upstream, values).sub_(inner).mul_(own)
         by_query += torch.einsum("rgjd,rdge->rgje", by_scores, keys)
-        by_keys = torch.einsum("rgjd,rgje->rdge", by_scores, query)
+        by_keys = torch.einsum("rgjd,rgje->rdge", by_scores, query).mul_(_LN2)
         by_values = torch.einsum("rgjd,rgje->rdge", own, upstream)
-        return by_query, by_keys, by_values, None, None
+        return by_query.mul_(_LN2), by_keys, by_values, None, None
