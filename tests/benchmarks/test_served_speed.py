@@ -89,13 +89,14 @@ def test_quick_measures_three_ways_of_serving(
     eagle3 = train_servable_drafter(
         servable_target, tmp_path / "eagle3", algorithm="eagle3", time_budget_s=10
     )
-    lines = [json.dumps({"messages": [{"role": "user", "content": f"ask {i}"}]}) for i in range(8)]
+    lines = [json.dumps({"messages": [{"role": "user", "content": f"ask {i}"}]}) for i in range(20)]
     (tmp_path / "asked.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     prepare(
         PrepareSettings(
-            sources=(SourceSettings(uri=str(tmp_path / "asked.jsonl"), domain="asked", use="evaluation"),),
+            sources=(SourceSettings(uri=str(tmp_path / "asked.jsonl"), domain="asked"),),
             target=servable_target,
             output=tmp_path / "dataset",
+            evaluation_share=0.5,
         )
     )
     command = [sys.executable, "-m", "benchmarks.served_speed", "--quick", "--json"]
