@@ -146,11 +146,14 @@ VERBS = (
         run_train,
         "Train the drafter on the recorded states, exactly and in bounded memory.\n\n"
         "Writes metrics.jsonl as it goes and a checkpoint every minute; killed, it resumes in mid-epoch to the\n"
-        "same losses. --warm-start continues from an exported drafter and keeps its draft vocabulary.",
+        "same losses. --warm-start continues from an exported drafter and keeps its draft vocabulary.\n"
+        "--algorithm eagle3 trains what P-EAGLE is compared with: evaluate it with speculation eagle3.",
         (
             "python -m drafter train --states work/states --target models/target --output work/training",
             "python -m drafter train --states work/states --target models/target --output work/training "
             "--drafter.num-layers 4 --num-depths 8 --time-budget-s 900",
+            "python -m drafter train --algorithm eagle3 --states work/states --target models/target "
+            "--output work/eagle3-training",
         ),
     ),
     Verb(
@@ -190,6 +193,9 @@ VERBS = (
         (
             "python -m drafter evaluate --dataset work/dataset --target models/target --output work/evaluation "
             '--candidates \'{"name": "challenger", "path": "work/drafter"}\' --concurrency 1,4',
+            "python -m drafter evaluate --dataset work/dataset --target models/target --output work/comparison "
+            '--candidates \'[{"name": "peagle", "path": "work/drafter"}, '
+            '{"name": "eagle3", "path": "work/eagle3", "speculation": "eagle3"}]\'',
         ),
         show=show_evaluation,
     ),

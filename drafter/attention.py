@@ -345,16 +345,7 @@ class _Attention(torch.autograd.Function):
         elif plan.own_keys:
             ctx.own = KeyValueStore(key, value, plan.columns)
         ctx.is_real = ctx.own is None
-        output = torch.empty_like(query)
-        log_sum = query.new_empty((*query.shape[:3], 1), dtype=torch.float32)
-        keys = _Keys(call.store, ctx.own)
-        for block in plan.blocks:
-            _attend_block(query, keys, block, output, log_sum)
-        if not bool(log_sum.isfinite().all() & output.isfinite().all()):
-            # A later score beat all earlier ones by so much that 2^(their difference), or that times a value, is
-            # more than float32's exponent can hold.
-            for block in plan.blocks:
-                _attend_block(query, keys, block.widened(), output, log_sum)
+        output, log_sum = attend_blocks(query, Keys(call.store, ctx.own), plan.blocks)
         ctx.call = call
         ctx.num_rows, ctx.width = projection.shape
         attended = output.view(len(output), heads.query_width)
@@ -366,23 +357,59 @@ class _Attention(torch.autograd.Function):
         call = ctx.call
         query, attended, log_sum = ctx.saved_tensors
         output, output_gradient = attended.view(query.shape), gradients[0].reshape(query.shape)
-        query_gradient = torch.empty_like(query)
-        keys = _Keys(call.store, ctx.own)
-        for block in call.plan.blocks:
-            queries, upstream = _fold(query[block.rows]), _fold(output_gradient[block.rows])
-            inner = (upstream.float() * _fold(output[block.rows])).sum(-1, keepdim=True)
-            work = _BlockGradient(queries, upstream, _fold(log_sum[block.rows]), inner)
-            edge, pieces = keys.edge(block)
-            work.add(edge, pieces, block.bias)
-            for tile, columns in call.store.tiles(block.prefix):
-                work.add(tile, ((call.store, columns),))
-            _unfold_into(query_gradient[block.rows], work.query_gradient)
+        keys = Keys(call.store, ctx.own)
+        query_gradient = differentiate_blocks(query, output, log_sum, output_gradient, keys, call.plan.blocks)
         key_gradient, value_gradient = (call.store if ctx.is_real else ctx.own).gradients()
         return _join(ctx, query_gradient, key_gradient, value_gradient), None
 
 
+def scale_of_queries(heads: Heads) -> float:
+    """Factor that makes scores of rotated queries, in base 2."""
+    return heads.head_dim**-0.5 / math.log(2)
+
+
+def attend_blocks(query: Tensor, keys: Keys, blocks: Sequence[Block]) -> tuple[Tensor, Tensor]:
+    """What rotated queries [R, G, J, E] see, and log2 of the sum of 2^scores, [R, G, J, 1] float32.
+
+    Queries are scaled for base 2, by `scale_of_queries`.
+    """
+    output = torch.empty_like(query)
+    log_sum = query.new_empty((*query.shape[:3], 1), dtype=torch.float32)
+    for block in blocks:
+        _attend_block(query, keys, block, output, log_sum)
+    if not bool(log_sum.isfinite().all() & output.isfinite().all()):
+        # A later score beat all earlier ones by so much that 2^(their difference), or that times a value, is
+        # more than float32's exponent can hold.
+        for block in blocks:
+            _attend_block(query, keys, block.widened(), output, log_sum)
+    return output, log_sum
+
+
+def differentiate_blocks(
+    query: Tensor, output: Tensor, log_sum: Tensor, upstream: Tensor, keys: Keys, blocks: Sequence[Block]
+) -> Tensor:
+    """Gradient by queries [R, G, J, E] scaled for base e; that of keys and values is added to their stores.
+
+    `output` and `log_sum` may be of a softmax over further keys, whose gradients are the caller's.
+
+    Args:
+        upstream: [R, G, J, E] gradient by the output.
+    """
+    query_gradient = torch.empty_like(query)
+    for block in blocks:
+        queries, by_output = _fold(query[block.rows]), _fold(upstream[block.rows])
+        inner = (by_output.float() * _fold(output[block.rows])).sum(-1, keepdim=True)
+        work = _BlockGradient(queries, by_output, _fold(log_sum[block.rows]), inner)
+        edge, pieces = keys.edge(block)
+        work.add(edge, pieces, block.bias)
+        for tile, columns in keys.store.tiles(block.prefix):
+            work.add(tile, ((keys.store, columns),))
+        _unfold_into(query_gradient[block.rows], work.query_gradient)
+    return query_gradient
+
+
 @dataclass(frozen=True)
-class _Keys:
+class Keys:
     """Keys and values as blocks see them: the real stream's, and the rows' own."""
 
     store: KeyValueStore
@@ -412,7 +439,7 @@ def _add_bias(scores: Tensor, bias: Tensor) -> Tensor:
     return scores
 
 
-def _attend_block(query: Tensor, keys: _Keys, block: Block, output: Tensor, log_sum: Tensor) -> None:
+def _attend_block(query: Tensor, keys: Keys, block: Block, output: Tensor, log_sum: Tensor) -> None:
     """Write a block's rows of `output` [R, G, J, E] and `log_sum` [R, G, J, 1].
 
     Scores of the prefix are taken relative to the log-sum-exp of the keys before. It is renewed whenever
@@ -487,7 +514,7 @@ def _split(projection: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor, Ten
     if plan.row_index is not None:
         query = query[plan.row_index]
     query = query.reshape(len(query), heads.num_kv_heads, heads.group, heads.head_dim)
-    rotation = call.rotation.select(plan.row_index).scaled(heads.head_dim**-0.5 / math.log(2))
+    rotation = call.rotation.select(plan.row_index).scaled(scale_of_queries(heads))
     query = rotate(query, rotation)
     key = rotate(key.reshape(len(key), heads.num_kv_heads, heads.head_dim), call.rotation)
     value = value.reshape(len(value), heads.num_kv_heads, heads.head_dim)

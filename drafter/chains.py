@@ -13,6 +13,7 @@ unsupervised target.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,11 @@ class Chains:
     def segment(self, start: int, stop: int) -> Chains:
         """Chains `start` to `stop` (exclusive)."""
         return Chains(self.anchors[start:stop], self.lengths[start:stop], self.num_depths)
+
+    def segments(self, num_chains: int) -> Iterator[Chains]:
+        """All chains, so many at a time."""
+        for start in range(0, self.num_chains, num_chains):
+            yield self.segment(start, start + num_chains)
 
     def elements(self) -> tuple[Tensor, Tensor]:
         """Index of the chain and depth of each placeholder, chain after chain, shallow first.

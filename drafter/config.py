@@ -7,9 +7,11 @@ the Prefect UI shows the same descriptions. Units are in the names (`_s`, `_toke
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+Algorithm = Literal["peagle", "eagle3"]
 
 
 class Settings(BaseModel):
@@ -178,7 +180,13 @@ class DrafterSettings(Settings):
 
 
 class TrainSettings(Settings):
-    """Train a P-EAGLE drafter with the two-stream step (exact gradients, bounded memory)."""
+    """Train a drafter with exact gradients in bounded memory."""
+
+    algorithm: Algorithm = Field(
+        default="peagle",
+        description="`peagle` guesses K tokens in one pass (arXiv 2602.01469). `eagle3` guesses one after the "
+        "other with one layer (arXiv 2503.01840): what P-EAGLE is compared with.",
+    )
 
     states: Path = Field(description="Directory of hidden-state shards of the training split.")
     target: Path = Field(description="Directory of the target model.")
@@ -199,7 +207,8 @@ class TrainSettings(Settings):
         default=0.8,
         gt=0,
         le=1,
-        description="COD: share of chains that go one depth deeper (paper: 0.8; arXiv 2504.18583).",
+        description="COD: share of chains that go one depth deeper (paper: 0.8; arXiv 2504.18583). With `eagle3` "
+        "0.8 weighs the steps as its authors do, on average.",
     )
     retention_floor: float = Field(
         default=0.0, ge=0, le=1, description="COD: smallest share of anchors kept at any depth."
@@ -249,6 +258,22 @@ class TrainSettings(Settings):
     device: str = Field(default="auto", description="`auto`, `cpu`, `cuda`, `cuda:1`.")
     seed: int = Field(default=0, description="Seed of initialisation, order and chains.")
 
+    @field_validator("drafter", mode="before")
+    @classmethod
+    def _one_layer_unless_said(cls, shape: Any, others: ValidationInfo) -> Any:
+        """EAGLE-3 has one layer; the default of `num_layers` is P-EAGLE's."""
+        if others.data.get("algorithm") != "eagle3":
+            return shape
+        said = shape.model_dump(exclude_unset=True) if isinstance(shape, DrafterSettings) else shape
+        return {"num_layers": 1, **said} if isinstance(said, dict) else said
+
+    @field_validator("drafter")
+    @classmethod
+    def _check_layers(cls, shape: DrafterSettings, others: ValidationInfo) -> DrafterSettings:
+        if others.data.get("algorithm") == "eagle3" and shape.num_layers != 1:
+            raise ValueError(f"EAGLE-3 has one layer, not {shape.num_layers}: leave num_layers out")
+        return shape
+
 
 class ExportSettings(Settings):
     """Write the directory that vLLM loads, with provenance.json."""
@@ -280,8 +305,9 @@ class CandidateSettings(Settings):
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$", description="`challenger`, `champion`, or any name.")
     path: Path = Field(description="Exported drafter.")
-    speculation: Literal["peagle", "eagle3"] = Field(
-        default="peagle", description="`peagle` drafts in parallel, `eagle3` token by token."
+    speculation: Algorithm = Field(
+        default="peagle",
+        description="`peagle` drafts in parallel, `eagle3` token by token; as the drafter was trained.",
     )
 
 

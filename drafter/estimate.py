@@ -62,7 +62,8 @@ def estimate(settings: EstimateSettings) -> AcceptanceEstimate:
     target = load_target(settings.target)
     require_fit(settings.drafter, target)
     _warn_if_deeper_than_trained(settings.drafter, settings.num_speculative_tokens)
-    drafter = load_exported_drafter(settings.drafter, target)
+    shape = read_provenance(settings.drafter).settings.get("drafter", {})
+    drafter = load_exported_drafter(settings.drafter, target, shape.get("train_embedding", False))
     states = open_states(settings.states, target.fingerprint)
     full_head = None
     if not states.record.greedy_answers:
@@ -187,6 +188,6 @@ def _warn_if_deeper_than_trained(drafter: Path, num_speculative_tokens: int) -> 
     if trained is not None and num_speculative_tokens > trained:
         print(
             f"warning: {num_speculative_tokens} speculative tokens, but {drafter} was trained for {trained}; "
-            "the deeper ones are guessed from placeholders it never saw",
+            "it never learned to guess the deeper ones",
             file=sys.stderr,
         )

@@ -17,7 +17,7 @@ from pathlib import Path
 from drafter.answers import Answer
 from drafter.benchmark_client import BenchmarkClient
 from drafter.config import EvaluateSettings
-from drafter.errors import DataError
+from drafter.errors import CheckpointError, DataError
 from drafter.files import digest_of
 from drafter.held_out import HeldOutPrompt, choose_prompts
 from drafter.measurement import (
@@ -32,7 +32,7 @@ from drafter.measurement import (
 )
 from drafter.preflight import require_fit
 from drafter.progress import track
-from drafter.provenance import digest_of_drafter, digests_of, versions
+from drafter.provenance import digest_of_drafter, digests_of, read_provenance, versions
 from drafter.records import Cell, DatasetRecord, EvaluationReport, PromptAcceptance
 from drafter.serving import require_vllm_environment
 from drafter.statistics import length_bucket, summarise
@@ -48,7 +48,7 @@ def evaluate(settings: EvaluateSettings) -> EvaluationReport:
 
     Raises:
         DataError: no held-out prompt.
-        CheckpointError: a candidate that does not fit the target.
+        CheckpointError: a candidate that does not fit the target, or was trained to guess another way.
         ServerError: no vLLM environment, or a server that does not start or dies.
     """
     started_at = time.monotonic()
@@ -80,6 +80,13 @@ def _check_candidates(settings: EvaluateSettings, target: Target) -> dict[str, s
         raise ValueError(f"candidate names must differ, and none may be called `none`: {names}")
     for candidate in settings.candidates:
         require_fit(candidate.path, target)
+        trained = read_provenance(candidate.path).algorithm
+        if candidate.speculation != trained:
+            raise CheckpointError(
+                f"candidate {candidate.name}: speculation is {candidate.speculation}",
+                f"{trained}, which {candidate.path} was trained for: else its guesses are never right",
+                f"set the candidate's speculation to {trained}",
+            )
     return {one.name: digest_of_drafter(digests_of(one.path)) for one in settings.candidates}
 
 

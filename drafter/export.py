@@ -72,6 +72,7 @@ def export(settings: ExportSettings) -> DrafterRecord:
         dataset_digest=training.dataset_digest,
         target_fingerprint=target.fingerprint,
         auxiliary_layers=config.auxiliary_layers,
+        algorithm=config.algorithm,
         mask_token_id=config.mask_token_id,
         code_version=code_version(),
         versions=versions(ServerSettings().python),
@@ -95,6 +96,9 @@ def vllm_config(config: DrafterConfig, target: Target) -> dict[str, Any]:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id")
         if name in target.config
     }
+    mask_token: dict[str, Any] = {}
+    if config.mask_token_id is not None:  # versions of vLLM differ in the name that they look for
+        mask_token = dict.fromkeys(MASK_TOKEN_NAMES, config.mask_token_id)
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
@@ -120,8 +124,7 @@ def vllm_config(config: DrafterConfig, target: Target) -> dict[str, Any]:
         "rope_scaling": None
         if config.rope.get("rope_type", "default") == "default"
         else _scaling(config.rope),
-        # Versions of vLLM differ in the name that they look for.
-        **dict.fromkeys(MASK_TOKEN_NAMES, config.mask_token_id),
+        **mask_token,
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": list(config.auxiliary_layers),
             "use_aux_hidden_state": True,
@@ -146,7 +149,7 @@ def drafter_config_of(config: dict[str, Any], train_embedding: bool = False) -> 
         rms_norm_eps=config["rms_norm_eps"],
         rope=_rope_parameters(config),
         max_position_embeddings=config["max_position_embeddings"],
-        mask_token_id=config["mask_token_id"],
+        mask_token_id=config.get("mask_token_id"),
         auxiliary_layers=tuple(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]),
         norm_before_residual=config["norm_before_residual"],
         train_embedding=train_embedding,

@@ -114,7 +114,8 @@ def build_drafter(
     dtype = torch.float32 if config.train_embedding else embedding.dtype
     drafter.embed_tokens.weight.data = embedding.to(dtype)
     with torch.no_grad():
-        drafter.mask_embedding.copy_(embedding[config.mask_token_id])
+        if config.mask_token_id is not None:
+            drafter.mask_embedding.copy_(embedding[config.mask_token_id])
         if init_from_target:
             _initialize_from_target(drafter, tensors)
     return drafter

@@ -1,4 +1,4 @@
-"""The drafter: a P-EAGLE head of 1-4 Llama-type layers, named and computed as vLLM's llama_eagle3.py does.
+"""The drafter: a head of 1-4 Llama-type layers, named and computed as vLLM's llama_eagle3.py does.
 
 Shapes: R rows, H hidden size, V vocabulary, Vd draft vocabulary, T tokens, I width of the gated unit.
 
@@ -9,6 +9,9 @@ Shapes: R rows, H hidden size, V vocabulary, Vd draft vocabulary, T tokens, I wi
 
 Placeholders read one learned embedding row (`mask_embedding`). vLLM looks it up as the embedding of the
 mask token, so the export writes the embedding table whole, with that row in it (`export_tensors`).
+
+An EAGLE-3 drafter has no placeholders: later guesses of a chain read the residual sum of the guess before
+in place of `fused` (`drafter/unrolled.py`). It has neither `mask_embedding` nor `mask_hidden`.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from drafter.attention import Heads
-from drafter.config import DrafterSettings
+from drafter.config import Algorithm, DrafterSettings
 from drafter.errors import CheckpointError
 from drafter.layers import ComputeWeights, RmsNorm, gated_unit, recomputed
 from drafter.target import Target
@@ -46,7 +49,9 @@ class DrafterConfig(BaseModel):
     rms_norm_eps: float
     rope: dict[str, Any] = Field(description="The target's RoPE parameters.")
     max_position_embeddings: int
-    mask_token_id: int = Field(description="Token that placeholders carry; the data must not use it.")
+    mask_token_id: int | None = Field(
+        description="Token that placeholders carry; the data must not use it. None for EAGLE-3, which has none."
+    )
     auxiliary_layers: tuple[int, int, int]
     norm_before_residual: bool = False
     train_embedding: bool = False
@@ -55,7 +60,7 @@ class DrafterConfig(BaseModel):
     def _check_shape(self) -> DrafterConfig:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} query heads do not divide among {self.num_kv_heads} kv heads")
-        if not 0 <= self.mask_token_id < self.vocab_size:
+        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"mask token {self.mask_token_id} outside a vocabulary of {self.vocab_size}")
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(f"draft vocabulary {self.draft_vocab_size} exceeds the target's")
@@ -66,7 +71,7 @@ class DrafterConfig(BaseModel):
         cls,
         target: Target,
         settings: DrafterSettings,
-        mask_token_id: int,
+        mask_token_id: int | None,
         auxiliary_layers: tuple[int, int, int],
     ) -> DrafterConfig:
         """The shape of a drafter for `target` under `settings`."""
@@ -87,6 +92,11 @@ class DrafterConfig(BaseModel):
             norm_before_residual=settings.norm_before_residual,
             train_embedding=settings.train_embedding,
         )
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """How the drafter guesses; what has no mask token guesses without placeholders."""
+        return "eagle3" if self.mask_token_id is None else "peagle"
 
     @property
     def heads(self) -> Heads:
@@ -165,6 +175,8 @@ class DecoderLayer(nn.Module):
 class Drafter(nn.Module):
     """All weights of a drafter under vLLM's names, float32 (the frozen embedding in the target's type)."""
 
+    mask_embedding: nn.Parameter
+    mask_hidden: nn.Parameter
     d2t: Tensor
     inverse_frequency: Tensor
     in_draft_vocabulary: Tensor
@@ -186,8 +198,9 @@ class Drafter(nn.Module):
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, size)
         self.embed_tokens.weight.requires_grad_(config.train_embedding)
-        self.mask_embedding = nn.Parameter(torch.zeros(size))
-        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, 3 * size))
+        if config.algorithm == "peagle":
+            self.mask_embedding = nn.Parameter(torch.zeros(size))
+            self.mask_hidden = nn.Parameter(torch.zeros(1, 1, 3 * size))
         self.fc = nn.Linear(3 * size, size, bias=False)
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_layers))
         self.norm = RmsNorm(size, config.rms_norm_eps)
@@ -239,16 +252,20 @@ class Drafter(nn.Module):
     def export_tensors(self, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
         """The tensors of `model.safetensors`, exactly vLLM's names and shapes, on the CPU.
 
-        The embedding goes whole, with the learned mask row in its place: a checkpoint without it would
-        share the target's table, whose row for the mask token nobody trained. A full draft vocabulary has
-        no `d2t`, for vLLM makes no room for one then.
+        With placeholders the embedding goes whole, with the learned mask row in its place: a checkpoint
+        without it would share the target's table, whose row for the mask token nobody trained. Without, a
+        frozen embedding is left out and vLLM shares the target's. A full draft vocabulary has no `d2t`, for
+        vLLM makes no room for one then.
         """
-        state = {name: tensor.detach() for name, tensor in self.state_dict().items()}
-        d2t, mask_row = state.pop("d2t"), state.pop("mask_embedding")
+        mask_token_id = self.config.mask_token_id
+        state = self.trained_state() if mask_token_id is None else self.state_dict()
+        state = {name: tensor.detach() for name, tensor in state.items()}
+        d2t, mask_row = state.pop("d2t"), state.pop("mask_embedding", None)
         exported = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in state.items()}
-        embedding = exported["embed_tokens.weight"].clone()
-        embedding[self.config.mask_token_id] = mask_row.to("cpu", dtype)
-        exported["embed_tokens.weight"] = embedding
+        if mask_row is not None:
+            embedding = exported["embed_tokens.weight"].clone()
+            embedding[mask_token_id] = mask_row.to("cpu", dtype)
+            exported["embed_tokens.weight"] = embedding
         if self.config.draft_vocab_size != self.config.vocab_size:
             exported["d2t"] = d2t.cpu()
         return exported
@@ -260,15 +277,16 @@ class Drafter(nn.Module):
             CheckpointError: other names, shapes or another draft vocabulary.
         """
         state = dict(tensors)
-        if "embed_tokens.weight" not in state:
-            raise _mismatch("no embed_tokens.weight", "the whole embedding with the mask token's row")
-        embedding = state["embed_tokens.weight"]
-        own_shape = tuple(self.embed_tokens.weight.shape)
-        if embedding.shape != own_shape:
-            raise _mismatch(f"embedding of {tuple(embedding.shape)}", str(own_shape))
-        state["mask_embedding"] = embedding[self.config.mask_token_id]
+        if self.config.mask_token_id is not None:
+            if "embed_tokens.weight" not in state:
+                raise _mismatch("no embed_tokens.weight", "the whole embedding with the mask token's row")
+            embedding = state["embed_tokens.weight"]
+            own_shape = tuple(self.embed_tokens.weight.shape)
+            if embedding.shape != own_shape:
+                raise _mismatch(f"embedding of {tuple(embedding.shape)}", str(own_shape))
+            state["mask_embedding"] = embedding[self.config.mask_token_id]
         if not self.config.train_embedding:
-            del state["embed_tokens.weight"]
+            state.pop("embed_tokens.weight", None)
         if self.config.draft_vocab_size == self.config.vocab_size:
             state.setdefault("d2t", torch.zeros_like(self.d2t))
         self._load(state, set(self.trained_state()))

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from drafter.config import PreflightSettings
+from drafter.config import Algorithm, PreflightSettings
 from drafter.errors import CheckpointError
 from drafter.provenance import (
     CONFIG_NAME,
@@ -56,12 +56,13 @@ def check_drafter(path: Path, target: Target) -> tuple[str, ...]:
         return (f"{path}: not readable: {error}",)
     if not isinstance(config, dict):
         return (f"{path / CONFIG_NAME} is a JSON {type(config).__name__}, not an object",)
+    algorithm = _algorithm_of(path)
     problems = [
         *_config_problems(config, target),
         *_position_problems(config, target),
-        *_mask_token_problems(config, target),
+        *_mask_token_problems(config, target, algorithm),
         *_auxiliary_problems(config, target),
-        *_shape_problems(config, tensors),
+        *_shape_problems(config, tensors, algorithm),
         *_vocabulary_problems(config, tensors, target),
         *_non_finite_problems(tensors),
         *_provenance_problems(path, target),
@@ -82,6 +83,14 @@ def require_fit(path: Path, target: Target) -> None:
             "a drafter exported for this target",
             "choose the drafter of this target, or train one",
         )
+
+
+def _algorithm_of(path: Path) -> Algorithm:
+    """What the provenance says; what is wrong with the provenance itself is said elsewhere."""
+    try:
+        return read_provenance(path).algorithm
+    except CheckpointError:
+        return "peagle"
 
 
 def _config_problems(config: Mapping[str, Any], target: Target) -> Iterator[str]:
@@ -110,8 +119,12 @@ def _position_problems(config: Mapping[str, Any], target: Target) -> Iterator[st
         yield f"RoPE parameters are {rope}; the target's are {target.rope}"
 
 
-def _mask_token_problems(config: Mapping[str, Any], target: Target) -> Iterator[str]:
+def _mask_token_problems(config: Mapping[str, Any], target: Target, algorithm: Algorithm) -> Iterator[str]:
     ids = {name: config.get(name) for name in MASK_TOKEN_NAMES}
+    if algorithm == "eagle3":
+        if any(token is not None for token in ids.values()):
+            yield f"a mask token {ids}, but {FILE_NAME} says eagle3, which has no placeholders"
+        return
     missing = [name for name, token in ids.items() if not isinstance(token, int)]
     if missing:
         yield f"{', '.join(missing)} missing: versions of vLLM read the mask token under different names"
@@ -152,9 +165,9 @@ def _auxiliary_problems(config: Mapping[str, Any], target: Target) -> Iterator[s
         yield "eagle_config.use_aux_hidden_state is false: the drafter would get the wrong states"
 
 
-def _shape_problems(config: Mapping[str, Any], tensors: TensorFile) -> Iterator[str]:
+def _shape_problems(config: Mapping[str, Any], tensors: TensorFile, algorithm: Algorithm) -> Iterator[str]:
     try:
-        expected = expected_shapes(config)
+        expected = expected_shapes(config, algorithm)
     except (KeyError, TypeError) as error:
         yield f"{CONFIG_NAME} lacks a size: {error}"
         return
@@ -171,7 +184,7 @@ def _shape_problems(config: Mapping[str, Any], tensors: TensorFile) -> Iterator[
         yield f"tensor {name} is not one that vLLM knows"
 
 
-def expected_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def expected_shapes(config: Mapping[str, Any], algorithm: Algorithm = "peagle") -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor that vLLM needs for this configuration."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     heads = config["num_attention_heads"]
@@ -183,11 +196,12 @@ def expected_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     fused = num_auxiliary * config.get("target_hidden_size", hidden)
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, fused),
-        "mask_hidden": (1, 1, fused),
         "norm.weight": (hidden,),
         "lm_head.weight": (config["draft_vocab_size"], hidden),
         "layers.0.hidden_norm.weight": (hidden,),
     }
+    if algorithm == "peagle":
+        shapes["mask_hidden"] = (1, 1, fused)
     if config["draft_vocab_size"] != config["vocab_size"]:
         shapes["d2t"] = (config["draft_vocab_size"],)
     for layer in range(config["num_hidden_layers"]):
@@ -230,7 +244,7 @@ def _vocabulary_problems(config: Mapping[str, Any], tensors: TensorFile, target:
     if num_doubled:
         yield f"d2t maps {num_doubled} draft ids to a target id that another one has"
     mask_token = config.get("mask_token_id")
-    if mask_token in ids:
+    if mask_token is not None and mask_token in ids:
         yield f"mask token {mask_token} is in the draft vocabulary: answers in training contained it"
 
 

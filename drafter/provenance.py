@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import Field
 
 from drafter import __version__
+from drafter.config import Algorithm
 from drafter.errors import CheckpointError, DataError
 from drafter.files import sha256_of_file
 from drafter.records import DrafterRecord, Record, TrainingRecord
@@ -39,7 +40,8 @@ class Provenance(Record):
     dataset_digest: str
     target_fingerprint: str
     auxiliary_layers: tuple[int, int, int]
-    mask_token_id: int
+    algorithm: Algorithm = Field(default="peagle", description="How the drafter guesses.")
+    mask_token_id: int | None = Field(description="Token that placeholders carry; None without any.")
     code_version: str = Field(description="Fledge's version, with the git commit where there is one.")
     versions: dict[str, str] = Field(
         description="Python and packages that trained; `vllm` of the serving environment."

@@ -161,6 +161,11 @@ class Cell(Record):
     ttft_ms: float = Field(description="Median time to first token.")
     tpot_ms: float = Field(description="Median time per output token after the first.")
 
+    @property
+    def column(self) -> str:
+        """Heading of the cell's column beside others of the same drafter; EAGLE-3 is told from P-EAGLE."""
+        return f"K={self.num_speculative_tokens}" + (" (EAGLE-3)" if self.speculation == "eagle3" else "")
+
 
 class PromptAcceptance(Record):
     """Acceptance of one held-out prompt, the unit of the bootstrap."""

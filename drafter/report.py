@@ -244,10 +244,11 @@ def _drafter_columns(evaluation: EvaluationReport, name: str | None) -> list[tup
     return sorted(pairs, key=lambda pair: (pair[0] != name, pair))
 
 
-def _label(pair: tuple[str, int], pairs: Sequence[tuple[str, int]]) -> str:
-    """`K=3`, with the drafter's name where several were measured."""
+def _label(evaluation: EvaluationReport, pair: tuple[str, int], pairs: Sequence[tuple[str, int]]) -> str:
+    """`K=3`, with the drafter's name where several were measured; EAGLE-3 is told from P-EAGLE."""
     several = len({drafter for drafter, _ in pairs}) > 1
-    return f"{pair[0]} K={pair[1]}" if several else f"K={pair[1]}"
+    cell = next(c for c in evaluation.cells if (c.drafter, c.num_speculative_tokens) == pair)
+    return f"{pair[0]} {cell.column}" if several else cell.column
 
 
 def _speed_tables(evaluation: EvaluationReport, name: str | None) -> Iterator[SpeedTable]:
@@ -271,7 +272,7 @@ def _speed_tables(evaluation: EvaluationReport, name: str | None) -> Iterator[Sp
             ]
             best = Speed(None, max(own, default=None))
             rows.append((level, tuple(speeds), plain.output_tokens_per_second if plain else None, best))
-        columns = tuple(_label(pair, pairs) for pair in pairs)
+        columns = tuple(_label(evaluation, pair, pairs) for pair in pairs)
         yield SpeedTable(domain, domain in evaluation.train_domains, columns, tuple(rows))
 
 
@@ -329,7 +330,13 @@ def _ranges(evaluation: EvaluationReport, name: str | None) -> list[Any]:
     domains = _ordered_domains(evaluation)
     pairs = _drafter_columns(evaluation, name)
     return [
-        Range(f"{domain}, {_label(pair, pairs)}", number, one.acceptance_length, one.lower, one.upper)
+        Range(
+            f"{domain}, {_label(evaluation, pair, pairs)}",
+            number,
+            one.acceptance_length,
+            one.lower,
+            one.upper,
+        )
         for number, domain in enumerate(domains)
         for pair in pairs
         for one in _summaries(evaluation, pair[0], domain, pair[1])

@@ -22,7 +22,8 @@ def begin(settings: TrainSettings, target: Target) -> tuple[Drafter, TrainingDat
         CheckpointError: a predecessor of another shape. (That it fits the target, preflight has said.)
     """
     if settings.warm_start is None:
-        data = open_training_data(settings.states, target, settings.max_length_tokens, target.mask_token_id)
+        mask_token_id = target.mask_token_id if settings.algorithm == "peagle" else None
+        data = open_training_data(settings.states, target, settings.max_length_tokens, mask_token_id)
         return _new_drafter(settings, target, data), data
     drafter = load_exported_drafter(settings.warm_start, target, settings.drafter.train_embedding)
     mask_token_id = drafter.config.mask_token_id
@@ -44,6 +45,7 @@ def _check_predecessor(
 ) -> None:
     wanted = settings.drafter
     pairs = {
+        "algorithm": (config.algorithm, settings.algorithm),
         "num_layers": (config.num_layers, wanted.num_layers),
         "draft_vocab_size": (config.draft_vocab_size, min(wanted.draft_vocab_size, target.vocab_size)),
         "norm_before_residual": (config.norm_before_residual, wanted.norm_before_residual),

@@ -64,8 +64,10 @@ def _speed_table(cells: list[Cell]) -> Table:
     several = len({name for name, _ in columns}) > 1
     table = Table(title="output tokens/s", title_justify="left")
     table.add_column("concurrency", justify="right")
-    for name, k in columns:
-        table.add_column(f"{name} K={k}" if several else f"K={k}", justify="right")
+    headings = {(cell.drafter, cell.num_speculative_tokens): cell.column for cell in cells}
+    for column in columns:
+        heading = headings[column]
+        table.add_column(f"{column[0]} {heading}" if several else heading, justify="right")
     table.add_column("no speculation", justify="right")
     table.add_column("ratio", justify="right")
     for concurrency in sorted({cell.concurrency for cell in cells}):

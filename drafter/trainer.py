@@ -1,4 +1,4 @@
-"""Train a P-EAGLE drafter: the loop, from hidden states to final weights.
+"""Train a drafter: the loop, from hidden states to final weights.
 
 Run again with the same settings a finished training returns at once; killed at any moment it continues
 from its checkpoint, to the same losses; other settings are refused (see training_directory.py).
@@ -56,7 +56,9 @@ from drafter.training_state import (
     save_checkpoint,
 )
 from drafter.two_stream import StepOptions, count_supervised, two_stream_step
+from drafter.unrolled import unrolled_step
 
+_STEPS = {"peagle": two_stream_step, "eagle3": unrolled_step}
 _RECENT_STEPS = 50  # steps whose mean is reported as the final loss
 
 
@@ -179,8 +181,9 @@ class _Training:
             work.append((batch.to(self.device), chains))
         supervised = torch.stack([count_supervised(batch, chains) for batch, chains in work]).sum(0)
         normalizer = float(supervised.sum())
+        take_step = _STEPS[settings.algorithm]
         results = [
-            two_stream_step(self.drafter, self.teacher, batch, chains, self.options, normalizer)
+            take_step(self.drafter, self.teacher, batch, chains, self.options, normalizer)
             for batch, chains in work
         ]
         loss = float(sum(float(result.loss_sum) for result in results)) / normalizer

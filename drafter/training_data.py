@@ -29,14 +29,14 @@ class TrainingData:
     Attributes:
         documents: their numbers in `states`, [D].
         max_length_tokens: documents are cut to this, ids, mask and states together.
-        mask_token_id: the token that placeholders read; no document contains it.
+        mask_token_id: the token that placeholders read; no document contains it. None: there is none.
     """
 
     states: HiddenStates
     target: Target
     documents: np.ndarray
     max_length_tokens: int
-    mask_token_id: int
+    mask_token_id: int | None
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -55,12 +55,13 @@ class TrainingData:
         """Target ids of the `size` tokens that the assistant wrote most often, ascending, [Vd] int64."""
         pairs = ((self.states.input_ids(int(i)), self.states.loss_mask(int(i))) for i in self.documents)
         counts = count_tokens(pairs, self.target.vocab_size)
-        counts[self.mask_token_id] = -1  # unseen tokens fill a vocabulary up; this one must not
+        if self.mask_token_id is not None:
+            counts[self.mask_token_id] = -1  # unseen tokens fill a vocabulary up; this one must not
         return choose_draft_vocabulary(counts, size)
 
 
 def open_training_data(
-    path: Path, target: Target, max_length_tokens: int, mask_token_id: int
+    path: Path, target: Target, max_length_tokens: int, mask_token_id: int | None
 ) -> TrainingData:
     """Open hidden states for training and refuse what cannot be trained on.
 
@@ -101,9 +102,9 @@ def open_training_data(
 
 
 def _check_ids(
-    input_ids: torch.Tensor, states: HiddenStates, index: int, target: Target, mask_token_id: int
+    input_ids: torch.Tensor, states: HiddenStates, index: int, target: Target, mask_token_id: int | None
 ) -> None:
-    if bool((input_ids == mask_token_id).any()):
+    if mask_token_id is not None and bool((input_ids == mask_token_id).any()):
         position = int((input_ids == mask_token_id).nonzero()[0, 0])
         raise DataError(
             f"conversation {states.ids[index]} contains the mask token {mask_token_id} at token {position}",

@@ -117,8 +117,8 @@ def _run(
     slots = torch.where(batch.supervised)[0]
     if not len(slots):
         return StepResult(sums.loss, sums.supervised, sums.correct)
-    loss = _ChunkedLoss(drafter, teacher, batch, options, sums, scale)
-    stores, hidden = real_stream(drafter, batch, options, slots)
+    loss = ChunkedLoss(drafter, teacher, batch, options, sums, scale)
+    stores, hidden, _ = real_stream(drafter, batch, options, slots)
     real_gradients = []
     first = batch.document_starts()
     for segment, share in _segments(chains, options.chains_per_segment, slots):
@@ -156,14 +156,15 @@ def _segments(chains: Chains, chains_per_segment: int, slots: Tensor) -> Iterato
 
 def real_stream(
     drafter: Drafter, batch: PackedBatch, options: StepOptions, rows: Tensor
-) -> tuple[list[KeyValueStore], Tensor]:
+) -> tuple[list[KeyValueStore], Tensor, Tensor]:
     """Run the depth-0 slots.
 
     Args:
         rows: slots whose output is wanted, ascending.
 
     Returns:
-        Each layer's keys and values over all slots, and the normed output [len(rows), H].
+        Each layer's keys and values over all slots; of `rows`, the normed output and the sum before that
+        norm, both [len(rows), H].
     """
     weights = drafter.compute_weights(options.dtype)
     first = batch.document_starts()
@@ -173,7 +174,7 @@ def real_stream(
     wanted = rows.cpu()
     if len(wanted) < len(slots):
         last_layer = plan_attention(first[wanted], wanted, None, *where, row_index=rows)
-    rotation = _rotation(drafter, batch.positions)
+    rotation = rotation_of(drafter, batch.positions)
     embedding = drafter.embed_tokens(batch.input_ids).to(options.dtype)
     fused = weights.linear(batch.auxiliary.to(options.dtype), drafter.fc.weight)
     projection, residual = drafter.layer(0).first_input(embedding, fused, weights)
@@ -190,7 +191,7 @@ def real_stream(
         projection, residual = _after_attention(
             drafter, index, attended, residual, weights, options.keep_feed_forward
         )
-    return stores, projection
+    return stores, projection, residual
 
 
 def placeholder_stream(
@@ -217,7 +218,7 @@ def placeholder_stream(
     plan = plan_attention(
         document_starts[anchors], anchors, chain, options.tiles, drafter.device, options.dtype
     )
-    rotation = _rotation(drafter, positions[anchors.to(drafter.device)] + depth.to(drafter.device))
+    rotation = rotation_of(drafter, positions[anchors.to(drafter.device)] + depth.to(drafter.device))
     embedding = drafter.mask_embedding.to(options.dtype)[None]
     fused = weights.linear(drafter.mask_hidden.view(1, -1).to(options.dtype), drafter.fc.weight)
     projection, residual = drafter.layer(0).first_input(embedding, fused, weights)
@@ -244,13 +245,13 @@ def _after_attention(
     return drafter.layer(index + 1).later_input(output, residual, weights)
 
 
-def _rotation(drafter: Drafter, positions: Tensor) -> Rotation:
+def rotation_of(drafter: Drafter, positions: Tensor) -> Rotation:
     angles = positions[:, None].float() * drafter.inverse_frequency
     return Rotation(angles.cos() * drafter.rotation_scale, angles.sin() * drafter.rotation_scale)
 
 
 @dataclass(frozen=True)
-class _ChunkedLoss:
+class ChunkedLoss:
     """Head and loss of rows that predict what given slots predict."""
 
     drafter: Drafter

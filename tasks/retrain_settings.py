@@ -45,7 +45,7 @@ class StatesChoices(_without(ExtractSettings, SHARED | {"dataset", "split"})):  
     """How the target answers and its hidden states are written."""
 
 
-class TrainingChoices(_without(TrainSettings, SHARED | {"states", "drafter", "warm_start"})):  # type: ignore[misc]
+class TrainingChoices(_without(TrainSettings, SHARED | {"states", "drafter", "warm_start", "algorithm"})):  # type: ignore[misc]
     """How the drafter is trained."""
 
 

@@ -101,31 +101,39 @@ def evaluation_documents(servable_target: Path) -> list[Document]:
 @pytest.fixture(scope="session")
 def servable_drafter(servable_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An exported drafter, trained until it guesses a good share of the target's tokens."""
+    return train_servable_drafter(servable_target, tmp_path_factory.mktemp("served_drafter"))
+
+
+def train_servable_drafter(target: Path, folder: Path, **changes: object) -> Path:
+    """Train for 40 s and export into `folder`; `changes` go on top of the training's settings."""
     from drafter.config import ExportSettings
     from drafter.export import export
     from drafter.trainer import train
     from tests.drafter.tiny import training_settings, write_states
 
-    folder = tmp_path_factory.mktemp("served_drafter")
-    documents = make_long_documents(servable_target, _NUM_TRAINING_DOCUMENTS, seed=0)
-    states = write_states(folder / "train", servable_target, documents)
+    documents = make_long_documents(target, _NUM_TRAINING_DOCUMENTS, seed=0)
+    states = write_states(folder / "train", target, documents)
     settings = training_settings(
         states,
-        servable_target,
+        target,
         folder / "training",
-        drafter={"draft_vocab_size": 256},
-        num_depths=NUM_SPECULATIVE_TOKENS + 1,
-        max_length_tokens=1024,
-        num_epochs=60,
-        time_budget_s=40,
-        peak_learning_rate=3e-3,
+        **{
+            "drafter": {"draft_vocab_size": 256},
+            "num_depths": NUM_SPECULATIVE_TOKENS + 1,
+            "max_length_tokens": 1024,
+            "num_epochs": 60,
+            "time_budget_s": 40,
+            "peak_learning_rate": 3e-3,
+            **changes,
+        },
     )
     train(settings)
-    export(ExportSettings(training=folder / "training", target=servable_target, output=folder / "drafter"))
+    export(ExportSettings(training=folder / "training", target=target, output=folder / "drafter"))
     return folder / "drafter"
 
 
-def _serve(target: Path, log_path: Path, *arguments: str) -> VllmServer:
+def serve(target: Path, log_path: Path, *arguments: str) -> VllmServer:
+    """A server for the tiny target, in float32."""
     from drafter.config import ServerSettings
     from drafter.serving import VllmServer
 
@@ -136,7 +144,7 @@ def _serve(target: Path, log_path: Path, *arguments: str) -> VllmServer:
 @pytest.fixture(scope="session")
 def plain_server(servable_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     """The target served in float32 without a drafter."""
-    with _serve(servable_target, tmp_path_factory.mktemp("plain") / "server.log") as server:
+    with serve(servable_target, tmp_path_factory.mktemp("plain") / "server.log") as server:
         yield server
 
 
@@ -150,5 +158,5 @@ def drafting_server(
 
     drafting = speculative_arguments(servable_drafter, NUM_SPECULATIVE_TOKENS)
     log_path = tmp_path_factory.mktemp("drafting") / "server.log"
-    with _serve(servable_target, log_path, *drafting, *PER_REQUEST_ACCEPTANCE) as server:
+    with serve(servable_target, log_path, *drafting, *PER_REQUEST_ACCEPTANCE) as server:
         yield server

@@ -145,7 +145,18 @@ def test_several_drafters_are_told_apart(tmp_path: Path) -> None:
     page = read_page(write_report(report, decide(report), None, {}, tmp_path / "report.html"))
     assert "challenger K=3" in page.text
     assert "champion K=3" in page.text
+    assert "EAGLE-3" not in page.text.replace("P-EAGLE", "")
     assert "optimizer steps" not in page.text
+
+
+def test_a_drafter_that_guesses_in_turn_is_called_eagle3(tmp_path: Path) -> None:
+    in_turn = make_cell("eagle3", 3, 1, 70.0).model_copy(update={"speculation": "eagle3"})
+    cells = [make_cell(None, 0, 1, 58.0), make_cell("challenger", 3, 1, 80.0), in_turn]
+    prompts = make_prompts("challenger", 3, [1.9] * 12) + make_prompts("eagle3", 3, [2.1] * 12)
+    report = make_report(cells, prompts)
+    page = read_page(write_report(report, decide(report), None, {}, tmp_path / "report.html"))
+    assert "eagle3 K=3 (EAGLE-3)" in page.text
+    assert "challenger K=3 (EAGLE-3)" not in page.text
 
 
 def test_evaluation_without_any_drafter_is_still_a_page(tmp_path: Path) -> None:

@@ -105,3 +105,11 @@ def test_a_decision_shows_outcome_and_every_reason() -> None:
     assert text.startswith("decision: not enough evidence")
     assert "- 3 prompts" in text
     assert "- 12 needed" in text
+
+
+def test_a_drafter_that_guesses_in_turn_is_called_eagle3() -> None:
+    drafted = cell("code", 1, "other", 3, 50.0).model_copy(update={"speculation": "eagle3"})
+    text = shown(report(cell("code", 1, None, 0, 40.0), cell("code", 1, "challenger", 3, 60.0), drafted))
+    (heading,) = [line for line in text.splitlines() if "concurrency" in line]
+    assert "challenger K=3 ┃" in heading
+    assert "other K=3 (EAGLE-3) ┃" in heading

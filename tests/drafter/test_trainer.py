@@ -372,3 +372,24 @@ def test_a_training_that_diverges_stops_before_it_spoils_the_weights(
             )
         )
     assert not (tmp_path / "out" / "training.json").exists()
+
+
+# EAGLE-3, by the same loop
+
+
+@pytest.mark.slow
+def test_eagle3_asked_to_stop_resumes_to_the_same_losses(
+    tiny_states: Path, tiny_target: Path, tmp_path: Path
+) -> None:
+    changes = {**LONG, "algorithm": "eagle3", "checkpoint_interval_s": 1000.0}
+    whole = train(training_settings(tiny_states, tiny_target, tmp_path / "whole", **changes))
+    settings = training_settings(tiny_states, tiny_target, tmp_path / "out", **changes)
+    process = start(settings)
+    wait_until(lambda: len(losses(settings.output)) > 10, process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 143
+    assert 10 < len(losses(settings.output)) < whole.num_steps
+    train(settings)
+    assert losses(settings.output) == losses(tmp_path / "whole")
+    weights = [(tmp_path / name / "weights.safetensors").read_bytes() for name in ("out", "whole")]
+    assert weights[0] == weights[1]

@@ -64,8 +64,12 @@ def random_config(**changes: object) -> DrafterConfig:
     return DrafterConfig.model_validate(values)
 
 
-def random_drafter(config: DrafterConfig, seed: int = 0) -> Drafter:
-    """A drafter in which every weight matters: norms away from 1, placeholders away from 0."""
+def random_drafter(config: DrafterConfig, seed: int = 0, spread: float = 0.3) -> Drafter:
+    """A drafter in which every weight matters: norms away from 1, placeholders away from 0.
+
+    Args:
+        spread: standard deviation of matrices. Larger ones make rounding grow from depth to depth of EAGLE-3.
+    """
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size].sort().values
     drafter = Drafter(config, ids)
@@ -73,7 +77,7 @@ def random_drafter(config: DrafterConfig, seed: int = 0) -> Drafter:
         for name, parameter in drafter.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm = parameter.dim() == 1 and name != "mask_embedding"
-            parameter.copy_(1 + 0.3 * noise if is_norm else 0.3 * noise)
+            parameter.copy_(1 + 0.3 * noise if is_norm else spread * noise)
     return drafter
 
 
