@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import io
-import json
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from rich.console import Console
 
 from benchmarks.served_speed import FULL, QUICK, ServedSpeed, median_cells, ratios_of, tables
-from drafter.config import PrepareSettings, SourceSettings
-from drafter.conversations import prepare
 from drafter.records import Cell
-from tests.conftest import train_servable_drafter
 from tests.drafter.synthetic_evaluation import make_cell, make_report
 
 ROOT = Path(__file__).parents[2]
@@ -78,45 +73,3 @@ def test_help_says_what_it_does() -> None:
     assert done.returncode == 0, done.stderr
     assert "usage: python -m benchmarks.served_speed" in done.stdout
     assert "--quick" in done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.vllm
-def test_quick_measures_three_ways_of_serving(
-    servable_target: Path, servable_drafter: Path, tmp_path: Path
-) -> None:
-    """The real command on the tiny target: JSON on the last line, and nothing measured twice."""
-    eagle3 = train_servable_drafter(
-        servable_target, tmp_path / "eagle3", algorithm="eagle3", time_budget_s=10
-    )
-    lines = [json.dumps({"messages": [{"role": "user", "content": f"ask {i}"}]}) for i in range(20)]
-    (tmp_path / "asked.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    prepare(
-        PrepareSettings(
-            sources=(SourceSettings(uri=str(tmp_path / "asked.jsonl"), domain="asked"),),
-            target=servable_target,
-            output=tmp_path / "dataset",
-            evaluation_share=0.5,
-        )
-    )
-    command = [sys.executable, "-m", "benchmarks.served_speed", "--quick", "--json"]
-    for flag, path in {
-        "target": servable_target,
-        "dataset": tmp_path / "dataset",
-        "peagle": servable_drafter,
-        "eagle3": eagle3,
-        "output": tmp_path / "out",
-    }.items():
-        command += [f"--{flag}", str(path)]
-    command += ["--server.max-model-len-tokens", "512"]
-    results = []
-    for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=500)
-        assert done.returncode == 0, done.stderr
-        results.append(json.loads(done.stdout.splitlines()[-1]))
-    assert results[0] == results[1]
-    ways = {
-        (one["speculation"], one["num_speculative_tokens"], one["concurrency"]) for one in results[0]["cells"]
-    }
-    assert ways == {(way, k, c) for way, k in (("none", 0), ("eagle3", 3), ("peagle", 3)) for c in (1, 4)}
-    assert {one["over"] for one in results[0]["ratios"]} == {"eagle3", "none"}
