@@ -143,13 +143,10 @@ def _follow(aws: Aws, name: str, interval_s: float) -> dict[str, Any]:
             if description["TrainingJobStatus"] in _ENDED:
                 return description
             time.sleep(interval_s)
-    except TimeoutError:
-        _stop(aws, name)
-        raise
-    except Exception:
-        raise  # a failed look is no reason to stop a job
-    except BaseException:
-        _stop(aws, name)
+    except BaseException as error:
+        # Cancelled, interrupted or out of time. A look that failed is no reason to stop a job.
+        if isinstance(error, TimeoutError) or not isinstance(error, Exception):
+            _stop(aws, name)
         raise
 
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from drafter.chains import Chains, sample_chains
 from drafter.drafting import draft_answers
 from drafter.packing import PackedBatch, pack_documents
 from drafter.two_stream import StepOptions, count_supervised, evaluate_loss, two_stream_step
 from tests.reference.flat_forward import flat_logits, flat_loss
-from tests.reference.random_drafters import random_batch, random_config, random_document, random_drafter
+from tests.reference.random_drafters import (
+    leaves,
+    random_batch,
+    random_config,
+    random_document,
+    random_drafter,
+)
 from tests.reference.random_drafters import random_teacher as make_teacher
 
 EXACT = StepOptions(dtype=torch.float32)
@@ -21,20 +26,13 @@ def _chains(batch: PackedBatch, num_depths: int = 5, retention: float = 0.8) -> 
     return sample_chains(batch, num_depths, retention, 0.2, torch.Generator().manual_seed(5))
 
 
-def _leaves(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name: tensor.detach().clone().requires_grad_() if tensor.is_floating_point() else tensor
-        for name, tensor in state.items()
-    }
-
-
 def _compare(batch: PackedBatch, chains: Chains, options: StepOptions = EXACT, **changes: object) -> None:
     """Both computations on the same weights; relative 1e-5 in the loss and in every gradient."""
     config = random_config(**changes)
     drafter, teacher = random_drafter(config), make_teacher(config)
     count = count_supervised(batch, chains)
     result = two_stream_step(drafter, teacher, batch, chains, options, float(count.sum()))
-    weights = _leaves(drafter.state_dict())
+    weights = leaves(drafter.state_dict())
     loss, supervised, correct = flat_loss(weights, config, teacher, batch, chains)
     loss.backward()
     assert float(result.loss_sum / count.sum()) == pytest.approx(float(loss.detach()), rel=1e-5)

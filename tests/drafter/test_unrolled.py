@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from drafter.chains import Chains, sample_chains
 from drafter.drafting import draft_answers
@@ -13,6 +12,7 @@ from drafter.two_stream import StepOptions, count_supervised
 from drafter.unrolled import unrolled_step
 from tests.reference.eagle3_forward import Server, unrolled_logits, unrolled_loss
 from tests.reference.random_drafters import (
+    leaves,
     random_batch,
     random_config,
     random_document,
@@ -29,20 +29,13 @@ def _chains(batch: PackedBatch, num_depths: int = 5, retention: float = 1.0) -> 
     return sample_chains(batch, num_depths, retention, 0.0, torch.Generator().manual_seed(5))
 
 
-def _leaves(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name: tensor.detach().clone().requires_grad_() if tensor.is_floating_point() else tensor
-        for name, tensor in state.items()
-    }
-
-
 def _compare(batch: PackedBatch, chains: Chains, options: StepOptions = EXACT, **changes: object) -> None:
     """Both computations on the same weights; relative 1e-5 in the loss and in every gradient."""
     config = random_config(**{**EAGLE3, **changes})
     drafter, teacher = random_drafter(config, spread=0.15), random_teacher(config)
     count = count_supervised(batch, chains)
     result = unrolled_step(drafter, teacher, batch, chains, options, float(count.sum()))
-    weights = _leaves(drafter.state_dict())
+    weights = leaves(drafter.state_dict())
     loss, supervised, correct = unrolled_loss(weights, config, teacher, batch, chains)
     loss.backward()
     assert float(result.loss_sum / count.sum()) == pytest.approx(float(loss.detach()), rel=1e-5)

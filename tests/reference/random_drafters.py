@@ -87,3 +87,11 @@ def random_teacher(config: DrafterConfig, seed: int = 7) -> TeacherHead:
     norm = torch.rand(config.hidden_size, generator=generator) + 0.5
     weight = torch.randn(config.draft_vocab_size, config.hidden_size, generator=generator) * 0.5
     return TeacherHead(norm, weight, 1e-5)
+
+
+def leaves(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of a state's weights, each of which collects a gradient."""
+    return {
+        name: tensor.detach().clone().requires_grad_() if tensor.is_floating_point() else tensor
+        for name, tensor in state.items()
+    }
