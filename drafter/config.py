@@ -7,9 +7,9 @@ the Prefect UI shows the same descriptions. Units are in the names (`_s`, `_toke
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 Algorithm = Literal["peagle", "eagle3"]
 
@@ -122,6 +122,10 @@ class ExtractSettings(Settings):
     target: Path = Field(description="Directory of the target model.")
     output: Path = Field(description="Directory to write hidden-state shards and their manifest to.")
     split: Literal["train", "evaluation"] = Field(default="train", description="Which side of the dataset.")
+    evaluation_output: Path | None = Field(
+        default=None,
+        description="With split=train: take the evaluation side through the same server, into this directory.",
+    )
     answers: Literal["regenerate", "given"] = Field(
         default="regenerate",
         description="`regenerate`: the target writes the assistant turns (on-policy, what it will be asked to verify). `given`: keep the data's own.",
@@ -150,6 +154,21 @@ class ExtractSettings(Settings):
     server: ServerSettings = Field(
         default_factory=ServerSettings, description="The vLLM server that writes the states."
     )
+
+    @model_validator(mode="after")
+    def _sides_differ(self) -> Self:
+        if self.evaluation_output is not None and self.split != "train":
+            raise ValueError("evaluation_output is for split=train; with split=evaluation use output")
+        return self
+
+    @property
+    def sides(self) -> tuple[ExtractSettings, ...]:
+        """One settings object for each side of the dataset that is asked for."""
+        own = self.model_copy(update={"evaluation_output": None})
+        if self.evaluation_output is None:
+            return (own,)
+        other = {"split": "evaluation", "output": self.evaluation_output}
+        return own, own.model_copy(update=other)
 
 
 class DrafterSettings(Settings):
@@ -350,7 +369,22 @@ class EvaluateSettings(Settings):
     )
     identity_prompts: int = Field(default=8, ge=1, description="Prompts of the float32 comparison.")
     server: ServerSettings = Field(default_factory=ServerSettings, description="How servers are started.")
+    servers_at_once: int = Field(
+        default=1,
+        ge=1,
+        description="Servers started together and measured one after the other. A start keeps one core busy for "
+        "most of a minute, so 2 saves time on a CPU; leave 1 where one server takes all memory, as on a GPU.",
+    )
     seed: int = Field(default=0, description="Seed of the choice of prompts and of the bootstrap.")
+
+    @model_validator(mode="after")
+    def _one_port_serves_one(self) -> Self:
+        if self.servers_at_once > 1 and self.server.port is not None:
+            raise ValueError(
+                f"servers_at_once is {self.servers_at_once}, but server.port gives all the same port "
+                f"{self.server.port}; leave the port empty, or start one server at a time"
+            )
+        return self
 
 
 class GateThresholds(Settings):

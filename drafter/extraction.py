@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 
 from drafter.answering import ConversationReader, Extractor
@@ -26,45 +26,93 @@ from drafter.state_spool import Spool
 
 
 def extract(settings: ExtractSettings) -> StatesRecord:
-    """Write the states of one side of a dataset; complete ones are returned at once.
+    """Write the states of one side of a dataset, or of both; complete ones are returned at once.
+
+    Returns:
+        The record of `output`; with `evaluation_output` the other side's is its manifest.
 
     Raises:
         DataError: a dataset that cannot be used, states that are not finite, a full disk.
         ServerError: no vLLM, or a server that dies.
     """
-    started_at = time.monotonic()
-    plan = make_plan(settings)
-    manifest = settings.output / MANIFEST
-    claim(settings.output, plan.digest)
-    missing = [i for i in range(len(plan.parts)) if finished_shard(settings.output, i) is None]
-    if manifest.exists() and not missing:
-        record: StatesRecord = StatesRecord.load(manifest)
-        return record
-    manifest.unlink(missing_ok=True)
-    num_tokens, working_s = asyncio.run(_extract_shards(plan, missing)) if missing else (0, 0.0)
-    record = _make_manifest(plan, time.monotonic() - started_at, num_tokens / max(working_s, 1e-9))
-    record.save(manifest)
-    open_states(settings.output, plan.target.fingerprint)
-    _remove_leftovers(settings.output, record)
+    sides = [_Side(make_plan(one)) for one in settings.sides]
+    unfinished = [side for side in sides if not side.finished]
+    if unfinished:
+        asyncio.run(_extract_sides(unfinished))
+    record: StatesRecord = StatesRecord.load(settings.output / MANIFEST)
     return record
 
 
-async def _extract_shards(plan: Plan, missing: list[int]) -> tuple[int, float]:
-    """Compute and pack the missing shards; returns tokens written and the seconds that took."""
-    settings = plan.settings
-    template = load_chat_template(settings.target)
-    spool = Spool(settings.output)
-    todo = [(i, c) for i, c in plan.conversations if i in set(missing) and not spool.is_done(c)]
-    check_disk(plan, template, [c for _, c in todo])
-    packer = _Packer(plan, spool, missing, todo)
-    async with _extractor(plan, spool.raw) as extractor:
-        started_at = time.monotonic()
-        reader = ConversationReader(extractor, template, settings, plan.window)
-        with track(len(todo), "extracting", "conversations") as progress:
-            num_tokens = await _read_all(reader, spool, packer, iter(todo), progress)
-        await packer.pack_rest()
-    spool.remove()
-    return num_tokens, time.monotonic() - started_at
+class _Side:
+    """The extraction of one split: what of it is missing, and its way to a manifest."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.output = plan.settings.output
+        claim(self.output, plan.digest)
+        self._missing = [i for i in range(len(plan.parts)) if finished_shard(self.output, i) is None]
+        self.finished = (self.output / MANIFEST).exists() and not self._missing
+        if not self.finished:
+            (self.output / MANIFEST).unlink(missing_ok=True)
+
+    def prepare(self, reserved_bytes: int) -> int:
+        """Find what is left to compute, before anything is started; returns the bytes that it may take.
+
+        Args:
+            reserved_bytes: what others will have taken of the disk by then.
+
+        Raises:
+            DataError: too little room.
+        """
+        self.spool = Spool(self.output)
+        missing = set(self._missing)
+        self._template = load_chat_template(self.plan.settings.target)
+        self._todo = [
+            (i, c) for i, c in self.plan.conversations if i in missing and not self.spool.is_done(c)
+        ]
+        return check_disk(self.plan, self._template, [c for _, c in self._todo], reserved_bytes)
+
+    async def extract(self, extractor: Extractor | None, started_at: float) -> None:
+        """Compute and pack the missing shards, and write the manifest.
+
+        Args:
+            extractor: None when every shard is there already.
+            started_at: monotonic time since when this side is waited for.
+        """
+        settings, num_tokens = self.plan.settings, 0
+        working_since = time.monotonic()
+        if extractor is not None:
+            packer = _Packer(self.plan, self.spool, self._missing, self._todo)
+            reader = ConversationReader(extractor, self._template, settings, self.plan.window)
+            with track(len(self._todo), f"extracting, {settings.split}", "conversations") as progress:
+                num_tokens = await _read_all(reader, self.spool, packer, iter(self._todo), progress)
+            await packer.pack_rest()
+        self.spool.remove()
+        tokens_per_s = num_tokens / max(time.monotonic() - working_since, 1e-9)
+        record = _make_manifest(self.plan, time.monotonic() - started_at, tokens_per_s)
+        record.save(self.output / MANIFEST)
+        open_states(self.output, self.plan.target.fingerprint)
+        _remove_leftovers(self.output, record)
+
+    @property
+    def needs_extractor(self) -> bool:
+        return bool(self._missing)
+
+
+async def _extract_sides(sides: list[_Side]) -> None:
+    """One extractor for all sides, one after the other."""
+    started_at = time.monotonic()
+    reserved_bytes = 0
+    for side in sides:
+        reserved_bytes += side.prepare(reserved_bytes)
+    async with AsyncExitStack() as stack:
+        extractor = None
+        if any(side.needs_extractor for side in sides):
+            # It writes to the last side's spool, which goes last; states move from there to their own side's.
+            extractor = await stack.enter_async_context(_extractor(sides[0].plan, sides[-1].spool.raw))
+        for side in sides:
+            await side.extract(extractor if side.needs_extractor else None, started_at)
+            started_at = time.monotonic()
 
 
 async def _read_all(

@@ -128,8 +128,13 @@ def _digest_in(plan_file: Path) -> str:
         return "unreadable"
 
 
-def check_disk(plan: Plan, template: ChatTemplate, conversations: Sequence[Conversation]) -> None:
-    """Say what the run needs at most, and refuse where there is not that much.
+def check_disk(
+    plan: Plan, template: ChatTemplate, conversations: Sequence[Conversation], reserved_bytes: int = 0
+) -> int:
+    """Say what the run needs at most, and refuse where there is not that much; returns those bytes.
+
+    Args:
+        reserved_bytes: what others will have taken of the disk by then.
 
     Raises:
         DataError: too little room.
@@ -140,7 +145,7 @@ def check_disk(plan: Plan, template: ChatTemplate, conversations: Sequence[Conve
     in_spool = min(plan.settings.conversations_per_shard + plan.settings.concurrency, len(conversations))
     needed = num_tokens * bytes_per_token
     needed += needed * in_spool // max(len(conversations), 1) + _RESERVE_BYTES
-    free = shutil.disk_usage(plan.settings.output).free
+    free = max(shutil.disk_usage(plan.settings.output).free - reserved_bytes, 0)
     text = f"this needs up to {needed / 1e9:.1f} GB for {num_tokens} tokens; {free / 1e9:.1f} GB are free"
     logger.info("extracting %d conversations: %s", len(conversations), text)
     if needed > free:
@@ -149,6 +154,7 @@ def check_disk(plan: Plan, template: ChatTemplate, conversations: Sequence[Conve
             "room for all states",
             "free disk space, choose another output, or lower max_conversations or max_answer_tokens",
         )
+    return needed
 
 
 def _most_tokens(plan: Plan, template: ChatTemplate, conversation: Conversation) -> int:

@@ -126,7 +126,7 @@ def use(known: RegisteredDrafter) -> Made:
 
 def train(plan: RetrainPlan, dataset: DatasetRecord, champion: RegisteredDrafter | None, run_id: str) -> Made:
     """Let the target answer, train on its states, and export what vLLM loads."""
-    states = run_stage(extract_states, plan.extract(dataset, "train"))
+    states = run_stage(extract_states, plan.extract_both(dataset))
     held_out = run_stage(extract_states, plan.extract(dataset, "evaluation"))
     predecessor = warm_start_of(champion, plan.settings.drafter) if plan.settings.warm_start else None
     training = run_stage(train_drafter, plan.train(states, predecessor), plan.settings.training_job)

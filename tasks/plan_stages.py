@@ -34,7 +34,15 @@ from tasks.settings import Places
 FIRST_ATTEMPT = "first"
 # Where something is, how a server is reached, and in which pieces work is done, changes no result ...
 _IGNORED = {"dataset", "target", "states", "training", "output", "python", "port", "start_timeout_s"}
-_IGNORED |= {"device", "checkpoint_interval_s", "chains_per_segment", "rows_per_chunk", "memory_budget_gb"}
+_IGNORED |= {
+    "evaluation_output",
+    "servers_at_once",
+    "device",
+    "checkpoint_interval_s",
+    "chains_per_segment",
+    "rows_per_chunk",
+    "memory_budget_gb",
+}
 # ... and for what the target answers, the load of the server does not either. Speed is another matter.
 _LOAD = {"concurrency", "max_num_seqs", "kv_cache_gb"}
 
@@ -99,6 +107,11 @@ class RetrainPlan:
         return self._placed(
             f"states-{split}", settings, dataset=dataset.digest, target=self.target_fingerprint
         )
+
+    def extract_both(self, dataset: DatasetRecord) -> ExtractSettings:
+        """The training side, with the held-out one through the same server: a start saved."""
+        held_out = self.extract(dataset, "evaluation")
+        return self.extract(dataset, "train").model_copy(update={"evaluation_output": held_out.output})
 
     def train(self, states: StatesRecord, champion: DrafterRecord | None) -> TrainSettings:
         warm_start = champion and Path(champion.path)

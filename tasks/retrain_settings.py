@@ -41,7 +41,7 @@ class DatasetChoices(_without(PrepareSettings, SHARED | {"sources", "on_problem"
     """How conversations become a dataset."""
 
 
-class StatesChoices(_without(ExtractSettings, SHARED | {"dataset", "split"})):  # type: ignore[misc]
+class StatesChoices(_without(ExtractSettings, SHARED | {"dataset", "split", "evaluation_output"})):  # type: ignore[misc]
     """How the target answers and its hidden states are written."""
 
 

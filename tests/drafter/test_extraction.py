@@ -214,10 +214,68 @@ def test_finished_states_are_returned_at_once(
 ) -> None:
     record = extract(settings)
     before = files(settings.output)
-    monkeypatch.setattr("drafter.extraction._extract_shards", lambda *_: pytest.fail("extracted again"))
+    monkeypatch.setattr("drafter.extraction._extract_sides", lambda *_: pytest.fail("extracted again"))
     assert extract(settings) == record
     assert files(settings.output) == before
     assert not (settings.output / ".spool").exists()
+
+
+@pytest.fixture(scope="module")
+def split_dataset(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two conversations to train on, one held out."""
+    directory = tmp_path_factory.mktemp("split")
+    sources = []
+    for use, questions in (("train", ["Hello", "Bye"]), ("evaluation", ["Name three colours."])):
+        lines = [json.dumps({"messages": [{"role": "user", "content": one}]}) for one in questions]
+        (directory / f"{use}.jsonl").write_text("\n".join(lines) + "\n")
+        sources.append({"uri": str(directory / f"{use}.jsonl"), "domain": "chat", "use": use})
+    prepare(PrepareSettings(sources=sources, target=tiny_target, output=directory / "dataset"))
+    return directory / "dataset"
+
+
+def test_both_sides_come_through_one_extractor(
+    settings: ExtractSettings, split_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from drafter import extraction
+
+    started: list[Path] = []
+    original = extraction._extractor
+    monkeypatch.setattr(
+        extraction, "_extractor", lambda plan, raw: started.append(raw) or original(plan, raw)
+    )
+    both = changed(settings, dataset=split_dataset, evaluation_output=tmp_path / "held-out")
+
+    record = extract(both)
+
+    assert len(started) == 1
+    assert (record.split, record.num_conversations) == ("train", 2)
+    held_out = open_states(tmp_path / "held-out").record
+    assert (held_out.split, held_out.num_conversations) == ("evaluation", 1)
+    assert not list(tmp_path.rglob(".spool"))
+    # The held-out side asked for on its own is found, and is what it would have been on its own.
+    alone = changed(settings, dataset=split_dataset, split="evaluation", output=tmp_path / "held-out")
+    assert extract(alone) == held_out
+    assert len(started) == 1
+    assert extract(changed(alone, output=tmp_path / "alone")).shards == held_out.shards
+
+
+def test_only_the_side_that_is_missing_is_extracted(
+    settings: ExtractSettings, split_dataset: Path, tmp_path: Path
+) -> None:
+    train = changed(settings, dataset=split_dataset)
+    record, before = extract(train), files(settings.output)
+    assert extract(changed(train, evaluation_output=tmp_path / "held-out")) == record
+    assert files(settings.output) == before
+    assert open_states(tmp_path / "held-out").record.num_conversations == 1
+
+
+def test_a_second_output_beside_the_held_out_side_is_refused(
+    settings: ExtractSettings, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="evaluation_output is for split=train"):
+        ExtractSettings.model_validate(
+            {**settings.model_dump(), "split": "evaluation", "evaluation_output": tmp_path / "held-out"}
+        )
 
 
 def test_output_of_other_settings_is_refused(settings: ExtractSettings) -> None:
