@@ -1,6 +1,6 @@
 """Measure drafters inside vLLM, against serving without one. No torch here.
 
-Order of work: for each variant one server; its speed while nothing else runs, then its answers. After that
+Order of work: for each variant one server; its speed while nothing else works, then its answers. After that
 two servers in each further number format (usually float32) say whether greedy output is identical.
 Everything finished is kept in `cells/`; `evaluation.json` is written last.
 """
@@ -12,6 +12,8 @@ import os
 import platform
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from drafter.answers import Answer
@@ -31,16 +33,17 @@ from drafter.measurement import (
     variants,
 )
 from drafter.preflight import require_fit
-from drafter.progress import track
+from drafter.progress import Progress, track
 from drafter.provenance import digest_of_drafter, digests_of, read_provenance, versions
 from drafter.records import Cell, DatasetRecord, EvaluationReport, PromptAcceptance
-from drafter.serving import require_vllm_environment
+from drafter.serving import VllmServer, require_vllm_environment
 from drafter.statistics import length_bucket, summarise
 from drafter.target import Target, load_target
 
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "evaluation.json"
+_NO_INFLUENCE = {"dataset", "target", "output", "servers_at_once"}
 
 
 def evaluate(settings: EvaluateSettings) -> EvaluationReport:
@@ -56,9 +59,7 @@ def evaluate(settings: EvaluateSettings) -> EvaluationReport:
     dataset = DatasetRecord.load(settings.dataset / "dataset.json")
     drafters = _check_candidates(settings, target)
     base = _base(settings, target, dataset)
-    digest = digest_of(
-        [base, drafters, settings.model_dump(mode="json", exclude={"dataset", "target", "output"})]
-    )
+    digest = digest_of([base, drafters, settings.model_dump(mode="json", exclude=_NO_INFLUENCE)])
     finished = _finished(settings.output / FILE_NAME, digest)
     if finished is not None:
         return finished
@@ -118,40 +119,86 @@ def _finished(path: Path, digest: str) -> EvaluationReport | None:
 # --- measuring --------------------------------------------------------------------------------------
 
 
-def _measure(bench: Bench, tasks: Sequence[SpeedTask], target: Path) -> None:
-    """Run what is not finished yet, one server per variant."""
+@dataclass(frozen=True)
+class _Pass:
+    """What is left to measure on one server.
+
+    Attributes:
+        tasks: speeds, measured first, while nothing else runs.
+        answers: name of the pass over `prompts`; None when it is finished.
+        greedy: whatever temperature the settings say.
+    """
+
+    variant: Variant
+    dtype: str
+    tasks: tuple[SpeedTask, ...]
+    answers: str | None
+    prompts: tuple[HeldOutPrompt, ...]
+    greedy: bool
+
+    @property
+    def num_units(self) -> int:
+        return len(self.tasks) + (self.answers is not None)
+
+
+def _passes_left(bench: Bench, tasks: Sequence[SpeedTask]) -> list[_Pass]:
+    """One pass for each server that is still needed."""
     settings = bench.settings
-    dtype = settings.server.dtype
-    everything = [prompt for prompts in bench.prompts.values() for prompt in prompts]
-    all_variants = variants(settings)
-    total = len(all_variants) * (len(tasks) + 1) + len(_identity_passes(bench))
-    with track(total, "measuring in vLLM", "units") as progress:
-        with BenchmarkClient(settings.server, settings.output / "benchmarks") as client:
-            for variant in all_variants:
-                missing = [task for task in tasks if bench.speed(variant, task) is None]
-                lacks_answers = bench.answers(variant, served_name(settings)) is None
-                progress.advance(len(tasks) + 1 - len(missing) - lacks_answers)
-                if not missing and not lacks_answers:
-                    continue
-                progress.note(f"starting {variant.label}")
-                with server_for(bench, variant, dtype, target) as server:
-                    for task in missing:
-                        progress.note(f"{variant.label}, {task.domain}, concurrency {task.concurrency}")
-                        bench.measure_speed(server, client, variant, task)
-                        progress.advance()
-                    if lacks_answers:
-                        progress.note(f"{variant.label}, acceptance per prompt")
-                        bench.measure_answers(
-                            server, variant, served_name(settings), everything, greedy=False
-                        )
-                        progress.advance()
-        for variant, number_format in _identity_passes(bench):
-            name = identity_name(settings, number_format)
-            if bench.answers(variant, name) is None:
-                progress.note(f"{variant.label}, identity in {number_format}")
-                with server_for(bench, variant, number_format, target) as server:
-                    bench.measure_answers(server, variant, name, _identity_prompts(bench), greedy=True)
-            progress.advance()
+    everything = tuple(prompt for prompts in bench.prompts.values() for prompt in prompts)
+    passes = []
+    for variant in variants(settings):
+        missing = tuple(task for task in tasks if bench.speed(variant, task) is None)
+        name = served_name(settings)
+        answers = name if bench.answers(variant, name) is None else None
+        passes.append(_Pass(variant, settings.server.dtype, missing, answers, everything, greedy=False))
+    for variant, dtype in _identity_passes(bench):
+        name = identity_name(settings, dtype)
+        if bench.answers(variant, name) is None:
+            passes.append(_Pass(variant, dtype, (), name, _identity_prompts(bench), greedy=True))
+    return [one for one in passes if one.num_units]
+
+
+def _measure(bench: Bench, tasks: Sequence[SpeedTask], target: Path) -> None:
+    """Run what is not finished yet: one server per pass, `servers_at_once` of them started together.
+
+    Starting is the work of one core; nothing is measured before all that start together are ready.
+    """
+    settings = bench.settings
+    total = len(variants(settings)) * (len(tasks) + 1) + len(_identity_passes(bench))
+    passes = _passes_left(bench, tasks)
+    with (
+        track(total, "measuring in vLLM", "units") as progress,
+        BenchmarkClient(settings.server, settings.output / "benchmarks") as client,
+    ):
+        progress.advance(total - sum(one.num_units for one in passes))
+        while passes:
+            together, passes = passes[: settings.servers_at_once], passes[settings.servers_at_once :]
+            progress.note("starting " + ", ".join(f"{one.variant.label} in {one.dtype}" for one in together))
+            with ExitStack() as stack:
+                servers = [server_for(bench, one.variant, one.dtype, target) for one in together]
+                for server in servers:
+                    stack.callback(server.stop)
+                    server.start()
+                for server in servers:
+                    server.wait_until_ready()
+                for one, server in zip(together, servers, strict=True):
+                    _measure_on(server, client, bench, one, progress)
+                    server.stop()
+
+
+def _measure_on(
+    server: VllmServer, client: BenchmarkClient, bench: Bench, one: _Pass, progress: Progress
+) -> None:
+    for task in one.tasks:
+        progress.note(f"{one.variant.label}, {task.domain}, concurrency {task.concurrency}")
+        bench.measure_speed(server, client, one.variant, task)
+        progress.advance()
+    if one.answers is not None:
+        progress.note(
+            f"{one.variant.label}, {'identity' if one.greedy else 'acceptance per prompt'} in {one.dtype}"
+        )
+        bench.measure_answers(server, one.variant, one.answers, one.prompts, one.greedy)
+        progress.advance()
 
 
 def _identity_variants(settings: EvaluateSettings) -> tuple[Variant, ...]:
@@ -171,11 +218,11 @@ def _identity_passes(bench: Bench) -> tuple[tuple[Variant, str], ...]:
     )
 
 
-def _identity_prompts(bench: Bench) -> list[HeldOutPrompt]:
+def _identity_prompts(bench: Bench) -> tuple[HeldOutPrompt, ...]:
     """`identity_prompts` prompts, taken from the domains in turn."""
     rounds = max(len(prompts) for prompts in bench.prompts.values())
     mixed = [prompts[i] for i in range(rounds) for prompts in bench.prompts.values() if i < len(prompts)]
-    return mixed[: bench.settings.identity_prompts]
+    return tuple(mixed[: bench.settings.identity_prompts])
 
 
 # --- the report -------------------------------------------------------------------------------------

@@ -70,6 +70,11 @@ def settings_for(dataset: Path, target: Path, output: Path, **changes: object) -
     return EvaluateSettings.model_validate(values)
 
 
+def test_servers_started_together_cannot_share_a_port(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="leave the port empty"):
+        settings_for(tmp_path, tmp_path, tmp_path, servers_at_once=2, server={"port": 8000})
+
+
 def test_no_speculation_is_always_measured_and_first(tmp_path: Path) -> None:
     candidate = CandidateSettings(name="challenger", path=tmp_path)
     settings = settings_for(
@@ -204,7 +209,10 @@ def check_whole(report: EvaluationReport) -> None:
 def test_killed_evaluation_leaves_no_server_and_goes_on_where_it_stopped(
     dataset: Path, servable_target: Path, servable_drafter: Path, tmp_path: Path
 ) -> None:
-    """SIGKILL after some units of the drafter: the rest is measured, nothing that was finished is repeated."""
+    """SIGKILL after some units of the drafter: the rest is measured, nothing that was finished is repeated.
+
+    The run that goes on starts two servers at a time, the first run one; the numbers are of one evaluation.
+    """
     candidate = CandidateSettings(name="challenger", path=servable_drafter)
     settings = settings_for(dataset, servable_target, tmp_path / "evaluation", candidates=(candidate,))
     child = subprocess.Popen(
@@ -227,7 +235,7 @@ def test_killed_evaluation_leaves_no_server_and_goes_on_where_it_stopped(
     finished = unit_times(settings.output)
     assert not (settings.output / "evaluation.json").exists()
 
-    report = evaluate(settings)
+    report = evaluate(settings.model_copy(update={"servers_at_once": 2}))
     check_whole(report)
     again = unit_times(settings.output)
     assert {name: again[name] for name in finished} == finished
