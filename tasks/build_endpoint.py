@@ -136,18 +136,19 @@ def build_plan(
         EndpointError: what botocore's model, SageMaker's limits or the catalogue do not allow.
     """
     k = choose_k(settings, version, entry)
-    tags = _tags(settings, version, flow_run)
-    model = _create_model(settings, entry, version, sources, image, k)
+    served_name = _served_name(settings, entry, version, sources, image, instance_type, k)
+    tags = _tags(settings, version, served_name, flow_run)
+    model = _create_model(settings, entry, served_name, sources, image, k)
     model_name = f"{settings.endpoint_name}-v{version.version}-{digest_of(model)[:8]}"
     config = _create_config(settings, entry, sources, model_name, instance_type)
     config_name = f"{settings.endpoint_name}-v{version.version}-{digest_of(config)[:8]}"
     names = {"EndpointName": settings.endpoint_name, "EndpointConfigName": config_name}
-    alarms = build_alarms(settings.alarms, names, version.served_name, acceptance_floor)
+    alarms = build_alarms(settings.alarms, names, served_name, acceptance_floor)
     plan = EndpointPlan(
         endpoint_name=settings.endpoint_name,
         version=version.version,
         model=settings.model,
-        served_name=version.served_name,
+        served_name=served_name,
         num_speculative_tokens=k,
         instance_type=instance_type,
         model_name=model_name,
@@ -167,10 +168,29 @@ def build_plan(
     return plan
 
 
-def _create_model(
+def _served_name(
     settings: DeploySettings,
     entry: CatalogueEntry,
     version: VersionRecord,
+    sources: Sources,
+    image: str,
+    instance_type: str,
+    k: int,
+) -> str:
+    """The version's name and a digest of everything else that makes the fleet.
+
+    A version that is deployed again with other settings stands beside itself: probes, alarms and the monitor
+    tell the two fleets apart by this name.
+    """
+    model = _create_model(settings, entry, version.served_name, sources, image, k)
+    config = _create_config(settings, entry, sources, version.served_name, instance_type)
+    return f"{version.served_name}-{digest_of([model, config])[:6]}"
+
+
+def _create_model(
+    settings: DeploySettings,
+    entry: CatalogueEntry,
+    served_name: str,
     sources: Sources,
     image: str,
     k: int,
@@ -182,7 +202,7 @@ def _create_model(
     container: dict[str, Any] = {
         "Image": image,
         "AdditionalModelDataSources": [{"ChannelName": CHANNEL, **_s3_prefix(sources.drafter_uri)}],
-        "Environment": build_environment(settings, entry, version.served_name, k, sources.target_uri),
+        "Environment": build_environment(settings, entry, served_name, k, sources.target_uri),
     }
     if sources.target_uri is not None:
         container["ModelDataSource"] = _s3_prefix(sources.target_uri)
@@ -239,11 +259,13 @@ def _create_config(
     return config
 
 
-def _tags(settings: DeploySettings, version: VersionRecord, flow_run: str) -> list[dict[str, str]]:
+def _tags(
+    settings: DeploySettings, version: VersionRecord, served_name: str, flow_run: str
+) -> list[dict[str, str]]:
     tags = {
         VERSION_TAG: version.version,
         MODEL_TAG: settings.model,
-        SERVED_NAME_TAG: version.served_name,
+        SERVED_NAME_TAG: served_name,
         DIGEST_TAG: version.drafter_digest,
         FLOW_RUN_TAG: flow_run,
     }

@@ -167,12 +167,16 @@ def set_champion(
 
 @task(name="record-rollback", cache_policy=NO_CACHE, retries=3, retry_delay_seconds=5, timeout_seconds=300)
 def record_rollback(version: str, reason: str) -> VersionRecord:
-    """Write on a version that its deployment was taken back, and why. No alias moves."""
+    """Write on a version that its deployment was taken back, and why. No alias moves.
+
+    The champion, deployed again with other settings, still serves with the old ones: nothing is written on it.
+    """
     places = Places()
     client = connect(places)
     with one_registration_at_a_time(places):
         record = _record(client, places, _find(client, places, version))
-        _tag_rolled_back(client, record, reason)
+        if record.champion != record.version:
+            _tag_rolled_back(client, record, reason)
     return read_version(record.version)
 
 

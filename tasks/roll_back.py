@@ -9,7 +9,7 @@ from pydantic import Field
 from drafter.errors import FledgeError
 from drafter.records import Record
 from tasks.alarms import alarms_of_configs, delete_alarms
-from tasks.aws import connect_aws, may_pass
+from tasks.aws import Aws, connect_aws, may_pass
 from tasks.build_endpoint import SERVED_NAME_TAG, VERSION_TAG
 from tasks.endpoint_settings import EndpointError
 from tasks.endpoints import Endpoint, find_config, read_tags, require_endpoint, wait_until_settled, write_tags
@@ -29,7 +29,9 @@ class WayBack(Record):
     endpoint_name: str
     leaves: str = Field(description="Config that is left.")
     to: str = Field(description="Config that it goes back to.")
-    version: str | None = Field(description="Registered version that is taken back; None: not ours.")
+    version: str | None = Field(
+        description="Registered version that is taken back; None: not ours, or it runs on with older settings."
+    )
 
 
 @task(
@@ -53,9 +55,7 @@ def open_roll_back(endpoint_name: str) -> WayBack:
         _require_in_service(endpoint)
         leaves = endpoint.config_name
         to = endpoint.previous_config_name
-    config = find_config(aws, leaves)
-    tags = read_tags(aws, config["EndpointConfigArn"]) if config else {}
-    version = tags.get(VERSION_TAG)
+    version = _version_of(aws, leaves)
     if not to and version is not None:
         to = read_version(version).previous_endpoint_config
     if not to or to == leaves:
@@ -71,7 +71,17 @@ def open_roll_back(endpoint_name: str) -> WayBack:
             "deploy the version that you want anew; its config is made again",
         )
     write_tags(aws, endpoint.arn, {BACK_FROM_TAG: leaves, BACK_TO_TAG: to})
+    if version == _version_of(
+        aws, to
+    ):  # it was deployed again with other settings: only those are taken back
+        version = None
     return WayBack(endpoint_name=endpoint_name, leaves=leaves, to=to, version=version)
+
+
+def _version_of(aws: Aws, config_name: str) -> str | None:
+    """The registered version that a config of ours runs."""
+    config = find_config(aws, config_name)
+    return read_tags(aws, config["EndpointConfigArn"]).get(VERSION_TAG) if config else None
 
 
 def _require_in_service(endpoint: Endpoint) -> None:

@@ -113,7 +113,7 @@ class VersionRecord(Record):
 
     @property
     def served_name(self) -> str:
-        """First served model name of a fleet that runs this version; its answers carry it."""
+        """What the first served model name of this version's fleets begins with; their answers carry it."""
         return f"{self.name}-v{self.version}"
 
     @property

@@ -45,7 +45,7 @@ def test_a_version_is_created_moved_to_rolled_back_and_deleted(
     assert moved.previous_config_name == first_config
     assert moved.acceptance_length == pytest.approx(2.0)
     assert world.champion() == "2"
-    assert world.plane.answered_by(ENDPOINT) == v2.served_name
+    assert world.plane.answered_by(ENDPOINT).startswith(f"{v2.served_name}-")
 
     # The same again changes nothing.
     again = deploy_endpoint(world.settings(v2))
@@ -85,7 +85,7 @@ def test_a_bad_version_is_taken_back_in_silence_and_reported_aloud(
         deploy_endpoint(settings)
     assert world.config_name() == before
     assert world.champion() == "1"
-    assert world.plane.answered_by(ENDPOINT) == v1.served_name
+    assert world.plane.answered_by(ENDPOINT).startswith(f"{v1.served_name}-")
     assert reason in (read_version("2").rollback_reason or "")
     # The drafter was at fault, not the endpoint: the next version goes through.
     assert deploy_endpoint(world.settings(v2)).version == "2"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,9 @@ def test_botocore_itself_accepts_every_request(model: str) -> None:
 
 def test_the_first_served_name_carries_the_version_and_the_second_is_the_models() -> None:
     environment = plan().create_model["PrimaryContainer"]["Environment"]
-    assert json.loads(environment["SM_VLLM_SERVED_MODEL_NAME"]) == ["fledge-drafter-v7", "gpt-oss-120b"]
+    first, second = json.loads(environment["SM_VLLM_SERVED_MODEL_NAME"])
+    assert (first, second) == (plan().served_name, "gpt-oss-120b")
+    assert re.fullmatch("fledge-drafter-v7-[0-9a-f]{6}", first)
     assert environment["PROCESS_AUTO_RECOVERY"] == "false"
 
 
@@ -123,10 +126,13 @@ def test_the_same_deployment_has_the_same_names_and_any_change_others() -> None:
         plan(capture=CaptureSettings()),
         plan("gpt-oss-20b"),
     ]
-    names = {plan().config_name, *(other.config_name for other in others)}
-    assert len(names) == len(others) + 1
-    # Another instance type needs another config, not another model.
-    assert others[0].model_name == plan().model_name
+    for name in ("model_name", "config_name", "served_name"):
+        assert len({getattr(one, name) for one in (plan(), *others)}) == len(others) + 1
+
+
+def test_how_traffic_moves_changes_no_name() -> None:
+    slower = plan(rollout=RolloutSettings(wait_s=900), alarms=AlarmSettings(evaluation_periods=5))
+    assert (slower.config_name, slower.served_name) == (plan().config_name, plan().served_name)
 
 
 def test_rollout_and_alarms_change_no_name() -> None:

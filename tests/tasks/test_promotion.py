@@ -166,6 +166,16 @@ def test_a_failed_shift_is_noted_and_moves_no_alias(places: Places, two_versions
     assert (version.aliases, version.champion) == (("challenger",), "1")
 
 
+def test_a_failed_shift_to_other_settings_is_not_held_against_the_champion(
+    places: Places, two_versions: None
+) -> None:
+    set_champion.fn("2", "fledge", "two")
+
+    version = record_rollback.fn("2", "alarm fledge-v2-errors")
+
+    assert (version.rolled_back_at, version.champion) == (None, "2")
+
+
 def test_a_version_deployed_again_is_no_longer_one_that_was_taken_back(
     places: Places, two_versions: None
 ) -> None:
