@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 
 from tasks.local_environment import environment_defaults
 from tasks.local_services import Service
 from tasks.settings import Places
+from tests.flows.prefect_server import prefect_api
 
 ROOT = Path(__file__).parents[2]
 APPROVERS = "alice,bob"
@@ -36,7 +36,7 @@ class ApprovalInstallation:
     worker: Service
 
     def __post_init__(self) -> None:
-        self.api = httpx.Client(base_url=f"{self.url}/api", trust_env=False, timeout=60)
+        self.api = prefect_api(self.url)
 
     def promote(self, version: str, **settings: Any) -> str:
         """Start promote-drafter from its deployment; return the flow run's id."""

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 
 from tasks.local_environment import Ports
 from tasks.run_records import RetrainRecord, load_run
 from tasks.settings import Places
+from tests.flows.prefect_server import prefect_api
 
 STAGE_TIMEOUT_S = 300
 RUN = """
@@ -61,9 +61,8 @@ class Installation:
 
     def last_flow_run(self) -> dict[str, Any]:
         """What Prefect's server knows of the newest flow run."""
-        url = f"{self.environment['PREFECT_API_URL']}/flow_runs/filter"
-        with httpx.Client(trust_env=False, timeout=30) as client:
-            runs = client.post(url, json={"sort": "START_TIME_DESC", "limit": 1}).json()
+        with prefect_api(f"http://127.0.0.1:{self.ports.prefect}") as client:
+            runs = client.post("/flow_runs/filter", json={"sort": "START_TIME_DESC", "limit": 1}).json()
         return dict(runs[0])
 
     def last_lines(self) -> str:

@@ -22,6 +22,7 @@ import yaml
 from tasks.local_environment import Ports, RunningServices
 from tasks.local_services import DEPLOYMENTS
 from tasks.settings import Places
+from tests.flows.prefect_server import prefect_api
 
 ROOT = Path(__file__).parents[2]
 MOST_IDLE_GIB = 1.5
@@ -98,7 +99,7 @@ def test_everything_is_there_to_begin_with(up: Up) -> None:
     assert [bucket["Name"] for bucket in client.list_buckets()["Buckets"]] == [environment["FLEDGE_BUCKET"]]
     assert _client("sagemaker", addresses["sagemaker"], environment).list_endpoints()["Endpoints"] == []
     assert _client("cloudwatch", addresses["cloudwatch"], environment).describe_alarms()["MetricAlarms"] == []
-    with httpx.Client(base_url=environment["PREFECT_API_URL"], trust_env=False, timeout=60) as prefect:
+    with prefect_api(environment["PREFECT_API_URL"].removesuffix("/api")) as prefect:
         deployments = prefect.post("/deployments/filter", json={}).json()
     wanted = yaml.safe_load((ROOT / DEPLOYMENTS).read_text(encoding="utf-8"))["deployments"]
     assert {one["name"] for one in deployments} == {one["name"] for one in wanted}

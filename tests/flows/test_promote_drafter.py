@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.promote_drafter import promote_drafter
 from tasks.approval import approve_waiting
@@ -18,6 +17,7 @@ from tasks.settings import Places
 from tasks.version_record import VersionRecord
 from tests.flows.approval_installation import TIMEOUT_S, ApprovalInstallation, approval_installation, kill
 from tests.flows.conftest import free_port
+from tests.flows.prefect_server import flows_on
 from tests.tasks.drafters_on_disk import REJECTED
 from tests.tasks.registered_versions import register_version
 
@@ -188,7 +188,7 @@ def test_an_answer_from_a_terminal_fills_in_the_waiting_form(
     run = prefect.promote(version.version)
     prefect.wait_for_form(run)
 
-    with temporary_settings({PREFECT_API_URL: f"{prefect.url}/api"}):
+    with flows_on(prefect.url):
         with pytest.raises(PromotionError, match=r"approver 'mallory'\n.*alice, bob"):
             approve_waiting(version.version, _answer(approver="mallory"))
         assert prefect.run(run)["state"]["name"] == "Suspended"
@@ -205,7 +205,7 @@ def test_an_answer_from_a_terminal_fills_in_the_waiting_form(
 def test_without_a_waiting_form_the_same_flow_runs_with_the_answer_given_beforehand(
     prefect: ApprovalInstallation, version: VersionRecord
 ) -> None:
-    with temporary_settings({PREFECT_API_URL: f"{prefect.url}/api"}):
+    with flows_on(prefect.url):
         assert approve_waiting(version.version, _answer()) is None
         no = promote_drafter(
             PromoteSettings(version=version.version, answer=_answer(decision="reject", reason="not now"))
@@ -226,7 +226,7 @@ def test_nobody_on_the_list_is_said_before_anybody_is_asked(
     monkeypatch.setenv("FLEDGE_APPROVERS", "")
 
     with (
-        temporary_settings({PREFECT_API_URL: f"{prefect.url}/api"}),
+        flows_on(prefect.url),
         pytest.raises(PromotionError, match="nobody may approve a drafter"),
     ):
         promote_drafter(PromoteSettings(version=version.version))
@@ -236,7 +236,7 @@ def test_without_a_deployment_the_form_is_refused_because_nothing_could_resume_i
     prefect: ApprovalInstallation, version: VersionRecord
 ) -> None:
     with (
-        temporary_settings({PREFECT_API_URL: f"{prefect.url}/api"}),
+        flows_on(prefect.url),
         pytest.raises(PromotionError, match="not started from a deployment"),
     ):
         promote_drafter(PromoteSettings(version=version.version))

@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from playwright.sync_api import Page, expect
 
 from tasks.run_records import load_run
 from tests.flows.installation import Installation, Kills
+from tests.flows.prefect_server import prefect_api
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -24,7 +24,7 @@ class Prefect:
 
     def __init__(self, installation: Installation) -> None:
         self.pages = f"http://127.0.0.1:{installation.ports.prefect}"
-        self.api = httpx.Client(base_url=f"{self.pages}/api", trust_env=False, timeout=30)
+        self.api = prefect_api(self.pages)
 
     def deployment(self) -> dict[str, Any]:
         return dict(self.api.get("/deployments/name/retrain-drafter/retrain-drafter").json())
