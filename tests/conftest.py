@@ -1,4 +1,5 @@
-"""Fixtures that several folders of tests share: a small target that vLLM serves, a trained drafter, two servers.
+"""What folders of tests share: a small target that vLLM serves, a trained drafter, two servers, moto; and which tests
+run in one process.
 
 Target and drafter are tiny, so that they are made, trained and served within a minute and everything that
 a server computes stays cheap; the servers are the real vLLM of `.venv-vllm`. They run in float32: that is
@@ -7,6 +8,8 @@ where speculation has to be lossless to the token.
 
 from __future__ import annotations
 
+import logging
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,10 +24,37 @@ if TYPE_CHECKING:
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and every process of theirs too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# As in `python -m drafter`: threads that wait for work leave the cores to the tests beside them.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# As in `fledge`: nothing is told to anybody.
+os.environ.setdefault("DO_NOT_TRACK", "1")
+os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+
 NUM_SPECULATIVE_TOKENS = 3
 ANSWER_TOKENS = 96
 _NUM_TRAINING_DOCUMENTS = 160
 _NUM_EVALUATION_DOCUMENTS = 24
+
+# Tests of one group run in one process, one after another; the groups that take longest begin first. A group is a
+# file, but for what needs a whole machine's cores, or servers and trainings that are made once a process.
+_VLLM = "vllm"
+_LONGEST_FIRST = (_VLLM,)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Say for `pytest -n` what runs together, and what first."""
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+    items.sort(key=_turn)
+
+
+def _group(item: pytest.Item) -> str:
+    return _VLLM if item.get_closest_marker("vllm") else item.path.stem
+
+
+def _turn(item: pytest.Item) -> int:
+    group = _group(item)
+    return _LONGEST_FIRST.index(group) if group in _LONGEST_FIRST else len(_LONGEST_FIRST)
 
 
 def make_servable_target(path: Path) -> Path:
@@ -160,3 +190,16 @@ def drafting_server(
     log_path = tmp_path_factory.mktemp("drafting") / "server.log"
     with serve(servable_target, log_path, *drafting, *PER_REQUEST_ACCEPTANCE) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def moto() -> Iterator[str]:
+    """Address of moto's server: S3, CloudWatch, Application Auto Scaling, STS. It keeps what tests leave in it."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()

@@ -8,34 +8,23 @@ from typing import Any
 
 import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
 from tests.containers.data_plane import BUCKET, DataPlane
 
 
-@pytest.fixture(scope="session")
-def moto_url() -> Iterator[str]:
-    """Address of a moto server."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
-
-
 @pytest.fixture
-def aws(moto_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
+def aws(moto: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """boto3's environment pointing at moto; returns its address."""
     for name, value in {
         "AWS_ACCESS_KEY_ID": "test",
         "AWS_SECRET_ACCESS_KEY": "test",
         "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL_S3": moto_url,
-        "AWS_ENDPOINT_URL_CLOUDWATCH": moto_url,
+        "AWS_ENDPOINT_URL_S3": moto,
+        "AWS_ENDPOINT_URL_CLOUDWATCH": moto,
     }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("AWS_REGION", raising=False)
-    return moto_url
+    return moto
 
 
 @pytest.fixture

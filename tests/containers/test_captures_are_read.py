@@ -15,21 +15,19 @@ from containers.local.capture import Captured, CaptureWriter
 from containers.local.traffic import Route
 from drafter.config import PrepareSettings
 from drafter.conversations import load_conversations, prepare
+from tests.containers.control_plane import forget_everything
 from tests.drafter.captured_lines import chat_request, streamed_answer, whole_answer
 from tests.drafter.tiny import make_target
 
 
 @pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def s3(moto: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A bucket, and the environment that leads to it."""
     import s3fs
-    from moto.server import ThreadedMotoServer
 
+    forget_everything(moto)
     s3fs.S3FileSystem.clear_instance_cache()  # one that knows the server of another test
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{host}:{port}")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", moto)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "testing")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
@@ -37,7 +35,6 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     client.create_bucket(Bucket="captured")
     yield client
     s3fs.S3FileSystem.clear_instance_cache()
-    server.stop()
 
 
 @pytest.mark.parametrize("json_types", [["application/json"], []], ids=["as text", "in base64"])

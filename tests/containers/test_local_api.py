@@ -27,9 +27,9 @@ EAGLE = {"S3Uri": "s3://fledge/drafters/v1/", "S3DataType": "S3Prefix", "Compres
 
 
 @pytest.fixture(scope="module")
-def plane(moto_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+def plane(moto: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     """A started server with endpoint `shared` in service on config `shared-v1`."""
-    plane = ControlPlane(tmp_path_factory.mktemp("home"), moto_url)
+    plane = ControlPlane(tmp_path_factory.mktemp("home"), moto)
     plane.start()
     try:
         plane.create_endpoint("shared", plane.create_config("shared-v1"))
@@ -383,8 +383,8 @@ def test_a_second_server_on_the_same_folder_is_refused(plane: ControlPlane) -> N
     assert "Traceback" not in second.stderr
 
 
-def test_stop_ends_server_and_instances(moto_url: str, tmp_path: Path) -> None:
-    plane = ControlPlane(tmp_path, moto_url)
+def test_stop_ends_server_and_instances(moto: str, tmp_path: Path) -> None:
+    plane = ControlPlane(tmp_path, moto)
     plane.start()
     plane.create_endpoint("e", plane.create_config("c"))
     [pid] = plane.pids("c")

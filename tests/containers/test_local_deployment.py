@@ -27,19 +27,19 @@ V1, V2 = "fledge-v1", "fledge-v2"
 
 
 @pytest.fixture(scope="module")
-def server(moto_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+def server(moto: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     """A server for all tests: a start takes seconds."""
-    plane = ControlPlane(tmp_path_factory.mktemp("home"), moto_url)
+    plane = ControlPlane(tmp_path_factory.mktemp("home"), moto)
     plane.start()
     yield plane
     plane.close()
 
 
 @pytest.fixture
-def plane(server: ControlPlane, moto_url: str) -> Iterator[ControlPlane]:
+def plane(server: ControlPlane, moto: str) -> Iterator[ControlPlane]:
     """The running server, with nothing but endpoint `fledge` in service on config `fledge-v1`."""
     server.create_endpoint(ENDPOINT, server.create_config(V1))
-    forget_everything(moto_url)  # configs have the same names in all tests, and alarms look back
+    forget_everything(moto)  # configs have the same names in all tests, and alarms look back
     yield server
     server.delete_everything()
 

@@ -95,28 +95,21 @@ def test_uri_of_another_file_system_is_read(prepared: Any, tmp_path: Path) -> No
 
 
 def test_s3_is_read_where_the_environment_says_it_is(
-    prepared: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepared: Any, moto: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import boto3
-    from moto.server import ThreadedMotoServer
 
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{host}:{port}")
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            monkeypatch.setenv(name, "testing")
-        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        client = boto3.client("s3")
-        client.create_bucket(Bucket="conversations")
-        body = (json.dumps(openai("q", "a")) + "\n").encode()
-        client.put_object(Bucket="conversations", Key="chat/a.jsonl", Body=body)
-        assert prepared((Path("x"), {"uri": "s3://conversations/chat"})).num_train == 1
-        with pytest.raises(DataError, match=r"conversations/b\.jsonl does not exist"):
-            prepared((Path("x"), {"uri": "s3://conversations/b.jsonl"}))
-    finally:
-        server.stop()
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", moto)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    client = boto3.client("s3")
+    client.create_bucket(Bucket="conversations")
+    body = (json.dumps(openai("q", "a")) + "\n").encode()
+    client.put_object(Bucket="conversations", Key="chat/a.jsonl", Body=body)
+    assert prepared((Path("x"), {"uri": "s3://conversations/chat"})).num_train == 1
+    with pytest.raises(DataError, match=r"conversations/b\.jsonl does not exist"):
+        prepared((Path("x"), {"uri": "s3://conversations/b.jsonl"}))
 
 
 @pytest.mark.parametrize(

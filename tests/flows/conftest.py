@@ -4,7 +4,6 @@ world of endpoints for flows that run in the tests' own process.
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import socket
@@ -81,29 +80,19 @@ def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def harness() -> Iterator[None]:
-    """A Prefect server for flows that run in the tests' own process."""
+    """A Prefect server for flows that run in the tests' own process: one, as their events go to one all along."""
     from prefect.testing.utilities import prefect_test_harness
+
+    from tests.flows.prefect_server import drain
 
     with prefect_test_harness(server_startup_timeout=400):
         yield
+        drain()
 
 
-@pytest.fixture(scope="module")
-def moto() -> Iterator[str]:
-    """Address of a moto server: S3, CloudWatch, Application Auto Scaling."""
-    from moto.server import ThreadedMotoServer
-
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An MLflow database whose tables exist: making them takes seconds."""
     home = tmp_path_factory.mktemp("empty")

@@ -15,7 +15,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from moto.server import ThreadedMotoServer
 
 from flows.endpoint_commands import how_to_go_on
 from tasks.local_environment import Ports, announced, only_one
@@ -82,23 +81,20 @@ def _read(leader: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
+def terminal(moto: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
     """An endpoint in service on this machine, and the addresses where `fledge up` would have written them."""
     home = tmp_path_factory.mktemp("home")
-    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    moto.start()
-    host, moto_port = moto.get_host_and_port()
-    plane = ControlPlane(home, f"http://{host}:{moto_port}")
+    plane = ControlPlane(home, moto)
     plane.start()
     make_config(plane, "birds-v7-0123abcd", version="7")
     plane.create_endpoint(ENDPOINT, "birds-v7-0123abcd")
-    sagemaker = urlsplit(plane.url).port
+    aws, sagemaker = urlsplit(moto).port, urlsplit(plane.url).port
+    assert aws is not None
     assert sagemaker is not None
     places = Places(home=home, region="us-east-1")
-    with only_one(places), announced(places, Ports(1, 2, 3, aws=moto_port, sagemaker=sagemaker)):
+    with only_one(places), announced(places, Ports(1, 2, 3, aws=aws, sagemaker=sagemaker)):
         yield Terminal(plane, home)
     plane.close()
-    moto.stop()
 
 
 def make_config(plane: ControlPlane, name: str, version: str) -> None:

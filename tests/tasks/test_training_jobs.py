@@ -48,15 +48,10 @@ def settings(learned_from: tuple[Path, Path], tmp_path: Path) -> TrainSettings:
 
 
 @pytest.fixture
-def bucket(places: Places, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def bucket(places: Places, moto: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """S3 with the installation's bucket, and the environment that leads to it."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
     for name, value in {
-        "AWS_ENDPOINT_URL_S3": f"http://{host}:{port}",
+        "AWS_ENDPOINT_URL_S3": moto,
         "AWS_ACCESS_KEY_ID": "testing",
         "AWS_SECRET_ACCESS_KEY": "testing",
         "AWS_DEFAULT_REGION": "us-east-1",
@@ -72,7 +67,6 @@ def bucket(places: Places, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for item in client.list_objects_v2(Bucket="fledge").get("Contents", []):
         client.delete_object(Bucket="fledge", Key=item["Key"])
     client.delete_bucket(Bucket="fledge")
-    server.stop()
 
 
 @pytest.fixture

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
 from drafter.errors import CheckpointError
 from tasks.aws import AwsError
@@ -18,23 +16,14 @@ from tests.tasks.drafters_on_disk import export_drafter
 BUCKET = "fledge"
 
 
-@pytest.fixture(scope="module")
-def moto_url() -> Iterator[str]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
-
-
 @pytest.fixture
-def s3(moto_url: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+def s3(moto: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """An S3 with an empty bucket."""
     for name, value in {
         "AWS_ACCESS_KEY_ID": "test",
         "AWS_SECRET_ACCESS_KEY": "test",
         "AWS_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL_S3": moto_url,
+        "AWS_ENDPOINT_URL_S3": moto,
         "FLEDGE_BUCKET": BUCKET,
     }.items():
         monkeypatch.setenv(name, value)
