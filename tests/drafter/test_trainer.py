@@ -51,10 +51,12 @@ def start(settings: TrainSettings) -> subprocess.Popen[str]:
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not condition():
         assert process.poll() is None, process.stderr and process.stderr.read()
-        assert time.monotonic() < deadline
+        if time.monotonic() > deadline:
+            process.kill()
+            raise AssertionError("it does not come that far")
         time.sleep(0.02)
 
 
@@ -180,7 +182,7 @@ def test_asked_to_stop_it_checkpoints_the_step_it_is_in(
     process = start(settings)
     wait_until(lambda: len(losses(settings.output)) > 10, process)
     process.send_signal(number)
-    assert process.wait(timeout=30) == code
+    assert process.wait(timeout=120) == code
     checkpoint = latest_checkpoint(settings.output)
     assert checkpoint is not None
     done = json.loads((checkpoint / "state.json").read_text())["step"]
@@ -387,7 +389,7 @@ def test_eagle3_asked_to_stop_resumes_to_the_same_losses(
     process = start(settings)
     wait_until(lambda: len(losses(settings.output)) > 10, process)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 143
+    assert process.wait(timeout=120) == 143
     assert 10 < len(losses(settings.output)) < whole.num_steps
     train(settings)
     assert losses(settings.output) == losses(tmp_path / "whole")
