@@ -8,6 +8,8 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
+# Processes that test side by side. More than the cores: deployments wait most of the time.
+WORKERS ?= 3
 .PHONY: help setup demo test check up lock clean .venv .venv-vllm
 
 help:
@@ -28,7 +30,7 @@ demo: setup
 test: setup
 	@scripts/install_chromium.sh
 	@.venv/bin/python -m examples.smollm2
-	@.venv/bin/python -m pytest $(ARGS)
+	@.venv/bin/python -m pytest -n $(WORKERS) $(ARGS)
 
 check: .venv
 	@.venv/bin/ruff check .
