@@ -84,9 +84,23 @@ def run_approve(choice: ApproveChoice) -> Any:
     waiting = approve_waiting(choice.version, answer)
     if waiting is None:
         promote_drafter(PromoteSettings(version=choice.version, answer=answer))
-        return read_version(choice.version)
-    print(f"the waiting run {waiting.name} goes on with your answer", file=sys.stderr)
-    return wait_for_approval(waiting)
+        record = read_version(choice.version)
+    else:
+        print(f"the waiting run {waiting.name} goes on with your answer", file=sys.stderr)
+        record = wait_for_approval(waiting)
+    if not choice.reject:
+        deploys = waiting is not None and waiting.deploys
+        print(what_comes_next(record.version, deploys), file=sys.stderr)
+    return record
+
+
+def what_comes_next(version: str, deploys: bool) -> str:
+    """After an approval; a second deployment beside the waiting run's own would be refused."""
+    return (
+        "next: the same run deploys it; `fledge status` shows how far it is"
+        if deploys
+        else f"next: fledge deploy {version}"
+    )
 
 
 def run_roll_back(choice: RollBackChoice) -> Any:

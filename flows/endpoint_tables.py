@@ -186,14 +186,12 @@ def show_endpoint(endpoint: Any) -> None:
 
 
 def show_approval(version: Any) -> None:
-    """What was decided, and what comes next."""
+    """What was decided."""
     approval = version.approval
     if approval is None:
         print(f"{version.uri}: no decision is recorded")
         return
     print(f"{version.uri} {approval.outcome} by {approval.approver}: {approval.reason}")
-    if approval.outcome == "approved" and version.endpoint is None:
-        print(f"next: fledge deploy {version.version}")
 
 
 def show_deleted(gone: Any) -> None:

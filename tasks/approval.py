@@ -66,6 +66,7 @@ class WaitingRun(Record):
     flow_run_id: UUID
     name: str
     shown: Shown
+    deploys: bool = Field(description="Whether it deploys the version once it is approved.")
 
 
 def show_version(settings: PromoteSettings) -> Shown:
@@ -204,7 +205,7 @@ def find_waiting(version: str) -> WaitingRun | None:
             ),
             sort=FlowRunSort.START_TIME_DESC,
         )
-        waiting = [WaitingRun(flow_run_id=run.id, name=run.name, shown=_shown(client, run)) for run in runs]
+        waiting = [_waiting(client, run) for run in runs]
     return next((run for run in waiting if run.shown.version == number), None)
 
 
@@ -228,6 +229,16 @@ def approve_waiting(version: str, answer: ApprovalAnswer) -> WaitingRun | None:
             "look at the run in Prefect's pages; if it does not wait any more, run promote-drafter again",
         )
     return waiting
+
+
+def _waiting(client: SyncPrefectClient, run: FlowRun) -> WaitingRun:
+    settings = PromoteSettings.model_validate((run.parameters or {}).get("settings", {}))
+    return WaitingRun(
+        flow_run_id=run.id,
+        name=run.name,
+        shown=_shown(client, run),
+        deploys=settings.deployment is not None,
+    )
 
 
 def _shown(client: SyncPrefectClient, run: FlowRun) -> Shown:

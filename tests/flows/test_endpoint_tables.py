@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 
+from flows.endpoint_commands import what_comes_next
 from flows.endpoint_tables import answer_line, endpoint_words, show_endpoint, show_models, total_cost
 from tasks.chat_stream import StreamedAnswer
 from tasks.endpoint_settings import EndpointRecord
@@ -112,3 +113,8 @@ def test_every_model_is_listed_by_the_name_that_deploys_it(capsys: pytest.Captur
     said = capsys.readouterr().out
     assert {card.name for card in cards} >= {"gpt-oss-120b", "smollm2-135m-instruct"}
     assert [card.name for card in cards if card.name not in said] == []
+
+
+def test_nobody_is_told_to_deploy_beside_a_run_that_deploys() -> None:
+    assert what_comes_next("4", deploys=False) == "next: fledge deploy 4"
+    assert "fledge deploy" not in what_comes_next("4", deploys=True)
