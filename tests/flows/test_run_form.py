@@ -34,10 +34,12 @@ class Prefect:
         expect(page.get_by_role("button", name="Submit")).to_be_visible(timeout=30_000)
 
     def submit(self, page: Page) -> str:
-        """Press Submit; return the id of the flow run that the form made."""
-        with page.expect_response(lambda answer: "create_flow_run" in answer.url) as created:
-            page.get_by_role("button", name="Submit").click()
-        return str(created.value.json()["id"])
+        """Press Submit, and again where the server is busy; return the id of the flow run that the form made."""
+        while True:
+            with page.expect_response(lambda answer: "create_flow_run" in answer.url) as created:
+                page.get_by_role("button", name="Submit").click()
+            if created.value.status != 503:
+                return str(created.value.json()["id"])
 
     def wait_for_end(self, flow_run: str) -> dict[str, Any]:
         """The flow run, once its state is final."""
