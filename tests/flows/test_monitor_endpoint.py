@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -92,9 +93,13 @@ def monitor_until(outcome: str, reached: Any = lambda record: True) -> list[Moni
     return records
 
 
-def stale_events() -> list[dict[str, Any]]:
-    """The events that ask for a retrain, as Prefect's server has them."""
-    wanted = {"filter": {"event": {"name": ["fledge.drafter.stale"]}, "order": "ASC"}, "limit": 50}
+def stale_events(since: datetime) -> list[dict[str, Any]]:
+    """The events that ask for a retrain, as Prefect's server has them; it is that of other tests too."""
+    occurred = {"since": since.isoformat()}
+    wanted = {
+        "filter": {"event": {"name": ["fledge.drafter.stale"]}, "occurred": occurred, "order": "ASC"},
+        "limit": 50,
+    }
     with get_client(sync_client=True) as client:
         return list(client.request("POST", "/events/filter", json=wanted).json()["events"])
 
@@ -112,6 +117,7 @@ def test_traffic_of_another_domain_takes_the_endpoint_back_once_and_asks_for_a_r
     v1: VersionRecord,
     v2: VersionRecord,
 ) -> None:
+    started_at = datetime.now(UTC)
     assert world.champion() == "2"
     with Load(world).running() as load:
         healthy = monitor_until("ok", lambda record: record.windows and record.windows[-1].num_answers >= 3)
@@ -140,8 +146,8 @@ def test_traffic_of_another_domain_takes_the_endpoint_back_once_and_asks_for_a_r
 
     assert load.failures == []
     assert load.num_answered > 20
-    deadline = time.monotonic() + 30
-    while not (events := stale_events()):
+    deadline = time.monotonic() + 60
+    while not (events := stale_events(started_at)):
         assert time.monotonic() < deadline, "no event asks for a retrain"
         time.sleep(1)
     assert [event["payload"]["version"] for event in events] == ["2"]
