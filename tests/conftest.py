@@ -35,10 +35,22 @@ ANSWER_TOKENS = 96
 _NUM_TRAINING_DOCUMENTS = 160
 _NUM_EVALUATION_DOCUMENTS = 24
 
-# Tests of one group run in one process, one after another; the groups that take longest begin first. A group is a
-# file, but for what needs a whole machine's cores, or servers and trainings that are made once a process.
+# Tests of one group run in one process, one after another, and the groups that take longest begin first. A group is
+# a file; but what shares an installation, or servers and a trained drafter, is one group, so that they are made once.
 _VLLM = "vllm"
-_LONGEST_FIRST = (_VLLM,)
+_LONGEST_FIRST = (
+    _VLLM,
+    "test_real_endpoint",
+    "test_deploy_endpoint",
+    "test_promote_drafter",
+    "test_monitor_endpoint",
+    "test_local_deployment",
+    "test_training_jobs",
+    "test_trainer",
+    "test_fledge_up",
+    "test_approval_form",
+    "test_endpoint_commands",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -49,7 +61,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _group(item: pytest.Item) -> str:
-    return _VLLM if item.get_closest_marker("vllm") else item.path.stem
+    name = item.path.stem
+    return _VLLM if item.get_closest_marker("vllm") and name not in _LONGEST_FIRST else name
 
 
 def _turn(item: pytest.Item) -> int:
