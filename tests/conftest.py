@@ -53,6 +53,7 @@ _LONGEST_FIRST = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Say for `pytest -n` what runs together, and what first."""
     for item in items:
