@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from types import TracebackType
@@ -42,6 +42,7 @@ GENERAL_PROMPTS = (
 _MAX_PROMPTS = 16
 _MAX_SMOKE_TRIES = 8
 _REMEMBERED = 30
+_COMPARED = 8  # so many of the newest answers of the fleet beside it
 
 
 class ChatAnswer(Record):
@@ -147,6 +148,7 @@ class Prober:
         self.num_errors = 0
         self.num_unpublished = 0
         self._recent: dict[str, deque[ChatAnswer]] = {}
+        self._uncompared: dict[str, list[ChatAnswer]] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"probe-{endpoint_name}", daemon=True)
 
@@ -185,18 +187,26 @@ class Prober:
             self.num_errors += 1
             self._publish([_metric("ProbeErrors", 1, "Count", self.endpoint_name, UNKNOWN)])
             return None
-        metrics = metrics_of(answer, self.endpoint_name, self._beside(answer.served_name))
         self._recent.setdefault(answer.served_name, deque(maxlen=_REMEMBERED)).append(answer)
-        self._publish(metrics)
+        self._publish([*metrics_of(answer, self.endpoint_name), *self._comparisons(answer)])
         if self.on_answer is not None:
             self.on_answer(answer)
         return answer
 
-    def _beside(self, served_name: str) -> tuple[ChatAnswer, ...]:
-        """The latest answers of the other fleets."""
-        return tuple(
-            answer for name, answers in self._recent.items() if name != served_name for answer in answers
-        )
+    def _comparisons(self, answer: ChatAnswer) -> list[dict[str, Any]]:
+        """Answers of the other fleets, compared now that this one has answered after them.
+
+        Load that slows both fleets cancels out, as long as both have it. Once all traffic has gone over, the fleet
+        that is left would only have answers from before, and nothing is compared any more.
+        """
+        newest = tuple(self._recent[answer.served_name])[-_COMPARED:]
+        waiting = [
+            one for name, some in self._uncompared.items() if name != answer.served_name for one in some
+        ]
+        self._uncompared = {
+            answer.served_name: [*self._uncompared.get(answer.served_name, ()), answer][-_REMEMBERED:]
+        }
+        return [comparison_of(one, newest, self.endpoint_name) for one in waiting]
 
     def _publish(self, metrics: list[dict[str, Any]]) -> None:
         """A figure that does not arrive is a gap; the next one will."""
@@ -208,15 +218,8 @@ class Prober:
                 flow_logger().warning("a probe's figures were not published: %s", error.given)
 
 
-def metrics_of(
-    answer: ChatAnswer, endpoint_name: str, beside: Iterable[ChatAnswer] = ()
-) -> list[dict[str, Any]]:
-    """One answer as CloudWatch takes it, all under the name that the answer carries.
-
-    Args:
-        beside: recent answers of the fleet beside it, for the ratio of the times per token: load that slows
-            both fleets cancels out.
-    """
+def metrics_of(answer: ChatAnswer, endpoint_name: str) -> list[dict[str, Any]]:
+    """One answer as CloudWatch takes it, all under the name that the answer carries."""
     figures: list[tuple[str, float, str]] = [
         ("ProbeLatency", answer.latency_ms, "Milliseconds"),
         ("OutputTokensPerSecond", answer.output_tokens_per_second, "Count/Second"),
@@ -224,10 +227,13 @@ def metrics_of(
     ]
     if answer.acceptance_length is not None:
         figures.append(("AcceptanceLength", answer.acceptance_length, "None"))
-    others = [other.latency_per_token_ms for other in beside]
-    if others:
-        figures.append(("ProbeLatencyRatio", answer.latency_per_token_ms / median(others), "None"))
     return [_metric(name, value, unit, endpoint_name, answer.served_name) for name, value, unit in figures]
+
+
+def comparison_of(answer: ChatAnswer, beside: Sequence[ChatAnswer], endpoint_name: str) -> dict[str, Any]:
+    """An answer's time per token over the median of the fleet beside it."""
+    ratio = answer.latency_per_token_ms / median(one.latency_per_token_ms for one in beside)
+    return _metric("ProbeLatencyRatio", ratio, "None", endpoint_name, answer.served_name)
 
 
 def _metric(name: str, value: float, unit: str, endpoint_name: str, served_name: str) -> dict[str, Any]:

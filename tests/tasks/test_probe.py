@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from drafter.records import DatasetRecord
 from tasks.endpoint_settings import EndpointError, ProbeSettings
-from tasks.probe import GENERAL_PROMPTS, ChatAnswer, choose_prompts, metrics_of, read_answer
+from tasks.probe import (
+    GENERAL_PROMPTS,
+    ChatAnswer,
+    Prober,
+    choose_prompts,
+    comparison_of,
+    metrics_of,
+    read_answer,
+)
 from tasks.settings import Places
 from tests.tasks.test_build_endpoint import version
 
@@ -61,9 +71,26 @@ def test_figures_go_under_the_version_that_answered() -> None:
 
 def test_latency_is_compared_per_token_with_the_fleet_beside() -> None:
     beside = [answer(latency_ms=1000, tokens=100), answer(latency_ms=90, tokens=9)]
-    metrics = metrics_of(answer(latency_ms=1500, tokens=50), "birds", beside)
-    (ratio,) = [one["Value"] for one in metrics if one["MetricName"] == "ProbeLatencyRatio"]
-    assert ratio == pytest.approx(3.0)
+    metric = comparison_of(answer(latency_ms=1500, tokens=50), beside, "birds")
+    assert (metric["MetricName"], metric["Value"]) == ("ProbeLatencyRatio", pytest.approx(3.0))
+
+
+def test_a_fleet_that_is_left_alone_is_compared_with_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = answer(latency_ms=500), answer(latency_ms=600).model_copy(update={"served_name": "new"})
+    alone = new.model_copy(update={"latency_ms": 5000.0})  # all traffic is on it, and the old fleet is gone
+    said = iter([old, new, new, old, alone, alone])
+    monkeypatch.setattr("tasks.probe.chat", lambda *_, **__: next(said))
+    published: list[dict[str, Any]] = []
+    cloudwatch = SimpleNamespace(put_metric_data=lambda MetricData, **_: published.extend(MetricData))
+    prober = Prober(SimpleNamespace(cloudwatch=cloudwatch), "birds", ("Why?",), ProbeSettings())  # type: ignore[arg-type]
+    for _ in range(6):
+        prober.probe("Why?")
+    ratios = [
+        (metric["Dimensions"][1]["Value"], metric["Value"])
+        for metric in published
+        if metric["MetricName"] == "ProbeLatencyRatio"
+    ]
+    assert [one for one in ratios if one[0] == "new"] == [("new", pytest.approx(1.2))] * 2
 
 
 def test_prompts_are_held_out_ones_of_the_domain_that_it_learned(tmp_path: Path) -> None:
