@@ -25,7 +25,7 @@ from tasks.monitor_settings import MonitorSettings
 from tasks.monitoring import Expectation, History, MonitorDecision, Window
 from tasks.probe import Prober, choose_prompts
 from tasks.promotion import list_versions, read_version, record_retrain_asked
-from tasks.served_answers import ServedAnswer, mean_acceptance, read_served_answers
+from tasks.served_answers import ServedAnswer, captures, mean_acceptance, read_served_answers
 from tasks.settings import Places
 from tasks.version_record import VersionRecord
 
@@ -35,11 +35,12 @@ _LOOK_BACK = 3
 
 
 class Fleet:
-    """What serves: the endpoint, the version behind it, and the K that its server drafts with."""
+    """What serves: the endpoint, the version behind it, the name that its answers carry, and its server's K."""
 
-    def __init__(self, endpoint: Endpoint, version: VersionRecord, k: int | None) -> None:
+    def __init__(self, endpoint: Endpoint, version: VersionRecord, served_name: str, k: int | None) -> None:
         self.endpoint = endpoint
         self.version = version
+        self.served_name = served_name
         self.k = k
 
 
@@ -53,7 +54,8 @@ def find_fleet(endpoint: Endpoint) -> Fleet | None:
     model = aws.sagemaker.describe_model(ModelName=config["ProductionVariants"][0]["ModelName"])
     environment = model.get("PrimaryContainer", {}).get("Environment", {})
     speculation = json.loads(environment.get("SM_VLLM_SPECULATIVE_CONFIG", "{}"))
-    return Fleet(endpoint, read_version(tags[VERSION_TAG]), speculation.get("num_speculative_tokens"))
+    k = speculation.get("num_speculative_tokens")
+    return Fleet(endpoint, read_version(tags[VERSION_TAG]), tags[SERVED_NAME_TAG], k)
 
 
 def look_at(endpoint_name: str) -> Endpoint:
@@ -132,8 +134,19 @@ def read_windows(fleet: Fleet, settings: MonitorSettings, now: datetime) -> tupl
     end = starts[-1] + length
     limit = settings.max_captured_answers * len(starts)
     answers = read_served_answers(aws, fleet.endpoint, starts[0], end, limit)
-    answers = [answer for answer in answers if answer.served_name == fleet.version.served_name]
+    answers = [answer for answer in answers if answer.served_name == fleet.served_name]
     figures = _figures(aws, fleet, starts[0], end, settings.window_s)
+    if (
+        captures(fleet.endpoint)
+        and not answers
+        and _total(figures, "requests") > _total(figures, "num_speed")
+    ):
+        flow_logger().warning(
+            "captured answers of %s tell no acceptance, so probes stand in, which ask what the drafter knows: "
+            "streams tell it only where the client asks for usage, or the deployment's environment sets "
+            "SM_VLLM_ENABLE_FORCE_INCLUDE_USAGE=true",
+            fleet.endpoint.name,
+        )
     comparable = choose_prompts(places, settings.probe, fleet.version, fleet.k or 1).comparable
     return tuple(
         _window(start, start + length, answers, figures, settings.thresholds.min_answers, comparable)
@@ -190,7 +203,7 @@ def _figures(
     aws: Aws, fleet: Fleet, start: datetime, end: datetime, period_s: int
 ) -> dict[str, dict[datetime, float]]:
     """CloudWatch's figures by name and start of window."""
-    ours = {"EndpointName": fleet.endpoint.name, "DrafterVersion": fleet.version.served_name}
+    ours = {"EndpointName": fleet.endpoint.name, "DrafterVersion": fleet.served_name}
     theirs = {
         "EndpointName": fleet.endpoint.name,
         "VariantName": VARIANT,
@@ -218,6 +231,10 @@ def _figures(
             for at, value in zip(result["Timestamps"], result["Values"], strict=True):
                 found[result["Id"]][at.astimezone(UTC)] = value
     return found
+
+
+def _total(figures: dict[str, dict[datetime, float]], name: str) -> float:
+    return sum(figures[name].values())
 
 
 def _query(

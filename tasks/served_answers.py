@@ -1,7 +1,8 @@
 """Production's own acceptance, from captured answers: vLLM counts it and tells it in each answer.
 
 A streamed answer tells it in its last event, and only where the client asked for usage
-(`stream_options.include_usage`); others are left out.
+(`stream_options.include_usage`) or the server gives it unasked (`--enable-force-include-usage`); others are
+left out.
 """
 
 from __future__ import annotations
@@ -49,6 +50,11 @@ def read_served_answers(
     return answers
 
 
+def captures(endpoint: Endpoint) -> bool:
+    """Whether the endpoint keeps requests and answers in S3."""
+    return bool((endpoint.description.get("DataCaptureConfig") or {}).get("EnableCapture"))
+
+
 def read_line(line: str) -> ServedAnswer | None:
     """A captured line; None: a probe, a failed request, or an answer that tells no acceptance."""
     try:
@@ -93,8 +99,7 @@ def _destination(endpoint: Endpoint) -> tuple[str, str]:
 
 def _keys(aws: Aws, endpoint: Endpoint, since: datetime, until: datetime) -> Iterator[str]:
     """Objects that may hold answers of that time, newest first."""
-    capture = endpoint.description.get("DataCaptureConfig") or {}
-    if not capture.get("EnableCapture"):
+    if not captures(endpoint):
         return
     bucket, prefix = _destination(endpoint)
     hour = until.astimezone(UTC).replace(minute=0, second=0, microsecond=0) + _LATEST_WRITE

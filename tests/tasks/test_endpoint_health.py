@@ -80,7 +80,7 @@ def fleet(places: Places, tmp_path: Path, moto: str, monkeypatch: pytest.MonkeyP
             "DataCaptureConfig": {"EnableCapture": True, "DestinationS3Uri": f"s3://{name}/captures/"}
         },
     )
-    return Fleet(endpoint, version, 3)
+    return Fleet(endpoint, version, "fledge-drafter-v2", 3)
 
 
 def answer(
@@ -116,7 +116,7 @@ def publish(fleet: Fleet, name: str, at: datetime, *values: float) -> None:
         namespace = "AWS/SageMaker"
         dimensions |= {"VariantName": "AllTraffic", "EndpointConfigName": "two"}
     else:
-        dimensions["DrafterVersion"] = fleet.version.served_name
+        dimensions["DrafterVersion"] = fleet.served_name
     data = [
         {
             "MetricName": name,
@@ -245,8 +245,24 @@ def test_the_history_says_whether_there_is_a_way_back(fleet: Fleet, places: Plac
     assert history.retrain_asked_at is not None
     assert history.obstacle == "version 1, which served before, was taken back itself: it was worse still"
 
-    first = Fleet(fleet.endpoint, read_version("1"), 3)
+    first = Fleet(fleet.endpoint, read_version("1"), "fledge-drafter-v1", 3)
     assert history_of(first).obstacle == "version 1 serves, but the champion is 2"
+
+
+def test_streams_that_tell_no_acceptance_are_said_aloud(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    untold = 'data: {"model": "fledge-drafter-v2", "choices": [{"index": 0, "delta": {"content": "hi"}}]}\n\n'
+    capture(fleet, START, line(untold, START, encoding="BASE64"))
+    publish(fleet, "Invocations", START + timedelta(seconds=3), 1.0)
+
+    read_windows.fn(fleet, SETTINGS, START + timedelta(seconds=70))
+    assert "SM_VLLM_ENABLE_FORCE_INCLUDE_USAGE=true" in caplog.text
+
+    caplog.clear()
+    capture(fleet, START, line(json.dumps(answer(2.0)), START), line(untold, START, encoding="BASE64"))
+    read_windows.fn(fleet, SETTINGS, START + timedelta(seconds=70))
+    assert "tell no acceptance" not in caplog.text
 
 
 def test_the_page_shows_every_window(fleet: Fleet) -> None:
