@@ -13,7 +13,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -35,11 +35,21 @@ ANSWER_TOKENS = 96
 _NUM_TRAINING_DOCUMENTS = 160
 _NUM_EVALUATION_DOCUMENTS = 24
 
-# Tests of one group run in one process, one after another, and the groups that take longest begin first. A group is
-# a file; but what shares an installation, or servers and a trained drafter, is one group, so that they are made once.
-_VLLM = "vllm"
+# With -n, tests of one group run in one process, one after another, and the groups that take longest begin first.
+# A group is a file; but files that share servers and trainings are one group, so that those are made once.
+_ON_VLLM = "files on vLLM"
+_FILES_ON_VLLM = (
+    "test_retrain_drafter",
+    "test_run_form",
+    "test_lossless",
+    "test_sampling_distribution",
+    "test_acceptance_agrees",
+    "test_eagle3_acceptance_agrees",
+    "test_evaluation",
+    "test_extraction",
+)
 _LONGEST_FIRST = (
-    _VLLM,
+    _ON_VLLM,
     "test_real_endpoint",
     "test_deploy_endpoint",
     "test_promote_drafter",
@@ -53,22 +63,25 @@ _LONGEST_FIRST = (
 )
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def _group(file: Path) -> str:
+    return _ON_VLLM if file.stem in _FILES_ON_VLLM else file.stem
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Say for `pytest -n` what runs together, and what first."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
-    items.sort(key=_turn)
+    """Put the groups that take longest first."""
+    turns = {group: turn for turn, group in enumerate(_LONGEST_FIRST)}
+    items.sort(key=lambda item: turns.get(_group(item.path), len(turns)))
 
 
-def _group(item: pytest.Item) -> str:
-    name = item.path.stem
-    return _VLLM if item.get_closest_marker("vllm") and name not in _LONGEST_FIRST else name
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Deal out groups. (xdist's own groups are those of a mark that it does not see in this pytest.)"""
+    from xdist.scheduler import LoadScopeScheduling
 
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(Path(nodeid.partition("::")[0]))
 
-def _turn(item: pytest.Item) -> int:
-    group = _group(item)
-    return _LONGEST_FIRST.index(group) if group in _LONGEST_FIRST else len(_LONGEST_FIRST)
+    return Groups(config, log)
 
 
 def make_servable_target(path: Path) -> Path:
