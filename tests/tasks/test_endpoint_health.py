@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from moto.server import ThreadedMotoServer
 
 from tasks.aws import connect_aws
 from tasks.endpoint_health import (
@@ -42,15 +40,6 @@ STREAMED = (
     'data: {"model": "fledge-drafter-v1", "choices": [], "metrics": {"speculative_decoding": '
     '{"mean_acceptance_length": 1.5, "num_spec_steps": 10}}}\n\ndata: [DONE]\n\n'
 )
-
-
-@pytest.fixture(scope="module")
-def moto() -> Iterator[str]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
 
 
 @pytest.fixture
