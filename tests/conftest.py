@@ -8,10 +8,12 @@ where speculation has to be lossless to the token.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
+import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +86,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Groups(config, log)
 
 
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """A folder that the first of this run's processes to ask for it fills; do not write to it afterwards."""
+    root = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # the run's; each process has one below it
+    folder, done = root / name, root / f"{name}.done"
+    with open(root / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of a process that did not come to its end
+            folder.mkdir()
+            make(folder)
+            done.touch()
+    return folder
+
+
 def make_servable_target(path: Path) -> Path:
     """A tiny Llama in shapes that vLLM's CPU kernels take, whose answers a drafter can learn to guess.
 
@@ -146,7 +164,8 @@ def make_long_documents(target: Path, count: int, seed: int) -> list[Document]:
 @pytest.fixture(scope="session")
 def servable_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a target that vLLM serves."""
-    return make_servable_target(tmp_path_factory.mktemp("served") / "target")
+    made = made_once(tmp_path_factory, "served", lambda folder: make_servable_target(folder / "target"))
+    return made / "target"
 
 
 @pytest.fixture(scope="session")
@@ -158,7 +177,10 @@ def evaluation_documents(servable_target: Path) -> list[Document]:
 @pytest.fixture(scope="session")
 def servable_drafter(servable_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An exported drafter, trained until it guesses a good share of the target's tokens."""
-    return train_servable_drafter(servable_target, tmp_path_factory.mktemp("served_drafter"))
+    made = made_once(
+        tmp_path_factory, "served-drafter", lambda folder: train_servable_drafter(servable_target, folder)
+    )
+    return made / "drafter"
 
 
 def train_servable_drafter(target: Path, folder: Path, **changes: object) -> Path:
@@ -217,6 +239,18 @@ def drafting_server(
     log_path = tmp_path_factory.mktemp("drafting") / "server.log"
     with serve(servable_target, log_path, *drafting, *PER_REQUEST_ACCEPTANCE) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database whose tables exist: making them takes seconds. To be copied."""
+    from tasks.settings import Places
+    from tasks.track_runs import connect
+
+    def make(home: Path) -> None:
+        connect(Places(home=home, mlflow_tracking_uri=None)).search_experiments()
+
+    return made_once(tmp_path_factory, "empty-mlflow", make) / "mlflow.db"
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,6 @@ from playwright.sync_api import Page, sync_playwright
 from tasks.local_environment import Ports, service_environment
 from tasks.local_services import running_services
 from tasks.settings import Places
-from tasks.track_runs import connect
 from tasks.version_record import VersionRecord
 from tests.containers.control_plane import ControlPlane, forget_everything
 from tests.flows.endpoint_world import EndpointWorld, copy_database
@@ -90,14 +89,6 @@ def harness() -> Iterator[None]:
     with prefect_test_harness(server_startup_timeout=400):
         yield
         drain()
-
-
-@pytest.fixture(scope="session")
-def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An MLflow database whose tables exist: making them takes seconds."""
-    home = tmp_path_factory.mktemp("empty")
-    connect(Places(home=home)).search_experiments()
-    return home / "mlflow.db"
 
 
 @pytest.fixture
