@@ -128,7 +128,8 @@ def test_traffic_of_another_domain_takes_the_endpoint_back_once_and_asks_for_a_r
         load.acceptance_length = 1.09
         changed = monitor_until("roll_back")
 
-        assert {record.outcome for record in changed[:-1]} <= {"ok", "watch"}
+        # The window in which the traffic changed holds both kinds: bad enough for a retrain, not yet to go back.
+        assert {record.outcome for record in changed[:-1]} <= {"ok", "watch", "ask_retrain"}
         assert "10% of the accepted tokens are left" in changed[-1].reasons[0]
         assert world.champion() == "1"
         assert world.plane.answered_by(ENDPOINT).startswith(f"{v1.served_name}-")
