@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -13,6 +12,8 @@ from typing import Any, Self
 
 import boto3
 from botocore.config import Config
+
+from tasks.version_record import VersionRecord
 
 PROMPTS = ("Tell me about rain.", "Name three birds.", "What is a clock?", "Why is the sea salty?")
 _MOST_IN_FLIGHT = 32
@@ -38,12 +39,14 @@ class SteadyLoad:
         endpoint_name: whom to ask.
         requests_per_s: how many are sent a second.
         max_tokens: of one answer.
+        temperature: None: the model's own.
     """
 
     url: str
     endpoint_name: str
     requests_per_s: float = 3.0
     max_tokens: int = 16
+    temperature: float | None = None
     prompts: tuple[str, ...] = PROMPTS
     answers: list[Answered] = field(default_factory=list)
 
@@ -76,14 +79,16 @@ class SteadyLoad:
     def failed(self) -> list[Answered]:
         return [one for one in self.answers if one.error is not None]
 
-    def shares(self, since: float, until: float) -> dict[str, float]:
-        """Share of the requests sent in a span of time that each fleet answered, by served name."""
-        names = Counter(one.served_name for one in self.answers if since <= one.sent_at < until)
-        return {str(name): count / names.total() for name, count in names.items()}
+    def answered_by(self, version: VersionRecord) -> list[Answered]:
+        """The answers of a version's fleets, by the time that their requests were sent."""
+        found = (one for one in self.answers if (one.served_name or "").startswith(f"{version.served_name}-"))
+        return sorted(found, key=lambda one: one.sent_at)
 
-    def last_answer_by(self, served_name: str) -> float:
-        """When a fleet last answered a request, by the time that it was sent."""
-        return max((one.sent_at for one in self.answers if one.served_name == served_name), default=0.0)
+    def share_of(self, version: VersionRecord, since: float, until: float) -> float:
+        """Share of the requests sent in a span of time that a version answered."""
+        inside = [one for one in self.answers if since <= one.sent_at < until]
+        mine = set(self.answered_by(version))
+        return sum(one in mine for one in inside) / len(inside)
 
     def _send_on(self) -> None:
         number = 0
@@ -93,10 +98,11 @@ class SteadyLoad:
 
     def _ask(self, number: int) -> None:
         sent_at, streamed, name, problem = time.monotonic(), bool(number % 2), None, None
-        body = {
+        body: dict[str, Any] = {
             "messages": [{"role": "user", "content": self.prompts[number // 2 % len(self.prompts)]}],
             "max_tokens": self.max_tokens,
             "stream": streamed,
+            **({} if self.temperature is None else {"temperature": self.temperature}),
         }
         request = {
             "EndpointName": self.endpoint_name,

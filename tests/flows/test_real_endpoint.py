@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -18,10 +19,11 @@ from tasks.endpoint_settings import EndpointRolledBack, RollBackSettings
 from tasks.promotion import read_version
 from tasks.settings import Places
 from tasks.version_record import VersionRecord
-from tests.containers.control_plane import ControlPlane, is_alive
+from tests.containers.control_plane import ControlPlane, forget_everything, is_alive
 from tests.containers.data_plane import wait_until
+from tests.flows.conftest import free_port
 from tests.flows.endpoint_world import ENDPOINT, EndpointWorld, copy_database
-from tests.flows.real_endpoints import RealEndpoints
+from tests.flows.real_endpoints import RealEndpoints, SeenAlarms
 from tests.flows.steady_load import SteadyLoad
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -40,6 +42,7 @@ def endpoints(
     """One installation for all tests here: they tell one story, in order."""
     home = tmp_path_factory.mktemp("real") / "home"
     copy_database(database, home)
+    forget_everything(moto)
     plane = ControlPlane(home, moto)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in EndpointWorld.environment(home, plane, moto).items():
@@ -78,8 +81,8 @@ def crashing(
 
     def crash() -> None:
         while not ended.wait(0.5):
-            answers = [one.sent_at for one in load.answers if one.served_name == version.served_name]
-            if not answers or time.monotonic() < answers[0] + after_s:
+            answers = load.answered_by(version)
+            if not answers or time.monotonic() < answers[0].sent_at + after_s:
                 continue
             for row in endpoints.plane.instances():
                 if f"-v{version.version}-" in row["config_name"] and row["state"] == "in_service":
@@ -103,10 +106,9 @@ def test_a_canary_takes_over_and_no_request_fails(
         time.sleep(3)
     assert not load.failed
     assert {one.streamed for one in load.answers} == {True, False}
-    canary = [one for one in load.answers if one.served_name == second.served_name]
-    baking = load.shares(canary[0].sent_at, canary[0].sent_at + 28)
-    assert baking[second.served_name] == pytest.approx(0.3, abs=0.1)
-    assert load.shares(moved_at, moved_at + 3) == {second.served_name: 1.0}
+    began_at = load.answered_by(second)[0].sent_at
+    assert load.share_of(second, began_at, began_at + 28) == pytest.approx(0.3, abs=0.1)
+    assert load.share_of(second, moved_at, moved_at + 3) == 1.0
     assert not any(is_alive(pid) for pid in old_instances)
     assert endpoints.champion() == second.version
     assert promoted.endpoint.version == second.version
@@ -114,20 +116,48 @@ def test_a_canary_takes_over_and_no_request_fails(
     assert promoted.endpoint.acceptance_length > 1.3
 
 
+@contextmanager
+def taken_back(endpoints: RealEndpoints, version: VersionRecord, reason: str) -> Iterator[SteadyLoad]:
+    """What every bad version has to end like: on the config of before, said in words, and no client noticed."""
+    before, champion = endpoints.config_name(), endpoints.champion()
+    with (
+        endpoints.load() as load,
+        SeenAlarms(endpoints.cloudwatch) as alarms,
+        pytest.raises(EndpointRolledBack, match=reason),
+    ):
+        yield load
+    assert load.answers
+    assert not load.failed
+    assert endpoints.config_name() == before
+    assert {row["config_name"] for row in endpoints.plane.instances()} == {before}
+    assert endpoints.champion() == champion
+    assert re.search(reason, read_version(version.version).rollback_reason or "")
+    answered = load.answered_by(version)
+    if alarms.at:
+        assert answered[-1].sent_at - min(alarms.at.values()) < ROLLED_BACK_WITHIN_S
+    else:
+        assert not answered
+
+
 def test_a_scrambled_drafter_is_taken_back_by_its_acceptance(
     endpoints: RealEndpoints, second: VersionRecord
 ) -> None:
     bad = endpoints.make("c", scrambled=True)
-    before = endpoints.config_name()
-    with endpoints.load() as load, pytest.raises(EndpointRolledBack, match="acceptance length"):
+    with taken_back(endpoints, bad, "acceptance length"):
         endpoints.promote(bad)
-    assert not load.failed
-    assert endpoints.config_name() == before
-    assert endpoints.champion() == second.version
-    assert "acceptance length" in (read_version(bad.version).rollback_reason or "")
-    on_canary = [one.sent_at for one in load.answers if one.served_name == bad.served_name]
-    # Two periods of 10 s judge; from the first bad answer to the last takes no longer than that and a minute.
-    assert on_canary[-1] - on_canary[0] < 20 + ROLLED_BACK_WITHIN_S
+
+
+def test_a_server_that_answers_no_ping_never_gets_a_request(
+    endpoints: RealEndpoints, second: VersionRecord
+) -> None:
+    bad = endpoints.make("g")
+    elsewhere = free_port()  # where vLLM comes up; SageMaker asks at 8080
+    with taken_back(endpoints, bad, "ping health check") as load:
+        endpoints.promote(bad, environment={"SM_VLLM_PORT": str(elsewhere)}, startup_timeout_s=60)
+    assert not load.answered_by(bad)
+    log = re.search(r"see (\S+\.log)", read_version(bad.version).rollback_reason or "")
+    assert log
+    assert f"'port': {elsewhere}" in Path(log[1]).read_text()
 
 
 def test_a_server_that_crashes_costs_at_most_what_it_was_answering(
@@ -191,5 +221,5 @@ def test_a_person_takes_the_endpoint_back(
         time.sleep(3)
     assert not load.failed
     assert back.version == first.version == endpoints.champion()
-    assert load.shares(moved_at, moved_at + 3) == {first.served_name: 1.0}
+    assert load.share_of(first, moved_at, moved_at + 3) == 1.0
     assert read_version(second.version).rollback_reason == "it was a Tuesday"
