@@ -131,8 +131,10 @@ def test_a_canary_that_crashes_is_taken_back_and_costs_at_most_what_it_was_answe
     assert after["FailureReason"]
     assert V2 in seen, "it was meant to have traffic before it crashed"
     failed = [answer for answer in seen if answer.startswith("failed")]
-    crashes = plane.log.count("is lost")
-    assert len(failed) <= crashes, failed  # one client: at most one request is on its way in each crash
+    # One client: at most one request is on its way in each crash. The alarm may end the update before the last
+    # crash is noticed by the health check.
+    crashes = plane.log.count("is lost") + 1
+    assert len(failed) <= crashes, failed
     assert all("ModelError" in answer for answer in failed)
 
 

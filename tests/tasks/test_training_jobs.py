@@ -20,6 +20,7 @@ from tasks.settings import Places
 from tasks.stages import is_complete, train_drafter
 from tasks.training_jobs import train_on_sagemaker
 from tasks.training_request import TrainingJobSettings
+from tests.containers.control_plane import forget_everything
 from tests.containers.policies import allows
 from tests.tasks.drafters_on_disk import export_drafter
 from tests.tasks.training_platform import TrainingPlatform, send
@@ -61,6 +62,7 @@ def bucket(places: Places, moto: str, monkeypatch: pytest.MonkeyPatch) -> Iterat
     }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("AWS_REGION", raising=False)
+    forget_everything(moto)
     client = boto3.client("s3")
     client.create_bucket(Bucket="fledge")
     yield client
