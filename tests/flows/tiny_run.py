@@ -44,6 +44,7 @@ def tiny_settings(conversations: Path, target: Path) -> dict[str, Any]:
             "prompts_per_domain": 4,
             "requests_per_concurrency": 2,
             "identity_dtypes": ["bfloat16"],
+            "servers_at_once": 2,
         },
         "gate": {
             "min_acceptance_length": 1,
