@@ -70,6 +70,8 @@ class _Side:
         self._todo = [
             (i, c) for i, c in self.plan.conversations if i in missing and not self.spool.is_done(c)
         ]
+        if not missing:
+            return 0
         return check_disk(self.plan, self._template, [c for _, c in self._todo], reserved_bytes)
 
     async def extract(self, extractor: Extractor | None, started_at: float) -> None:

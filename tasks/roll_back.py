@@ -71,9 +71,8 @@ def open_roll_back(endpoint_name: str) -> WayBack:
             "deploy the version that you want anew; its config is made again",
         )
     write_tags(aws, endpoint.arn, {BACK_FROM_TAG: leaves, BACK_TO_TAG: to})
-    if version == _version_of(
-        aws, to
-    ):  # it was deployed again with other settings: only those are taken back
+    # Where it was deployed again with other settings, only those are taken back.
+    if version == _version_of(aws, to):
         version = None
     return WayBack(endpoint_name=endpoint_name, leaves=leaves, to=to, version=version)
 
