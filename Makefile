@@ -8,8 +8,8 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-# Processes that test side by side. More than the cores: deployments wait most of the time.
-WORKERS ?= 3
+# Processes that test side by side: one mostly on vLLM, one on deployments, which wait most of the time.
+WORKERS ?= 2
 .PHONY: help setup demo test check up lock clean .venv .venv-vllm
 
 help:

@@ -108,7 +108,9 @@ class ServerSettings(Settings):
         default=1.0, gt=0, description="KV cache on CPU, GiB (VLLM_CPU_KVCACHE_SPACE)."
     )
     start_timeout_s: float = Field(
-        default=240.0, gt=0, description="How long the server may take until it answers /health."
+        default=900.0,
+        gt=0,
+        description="How long the server may take until it answers /health; one that dies is noticed at once.",
     )
     port: int | None = Field(
         default=None, ge=1, le=65535, description="Port on 127.0.0.1; None takes a free one."

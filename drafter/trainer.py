@@ -201,11 +201,13 @@ class _Training:
         return Measured(loss, tuple(accuracy), gradient_norm, learning_rate, num_tokens)
 
     def learning_rate_share(self) -> float:
-        """Of the step to come, at its middle: by steps, or by the time budget where that ends first."""
+        """Of the step to come: by steps, at its middle, or by the time budget, where that ends first.
+
+        The time is the step's beginning: a guess at its middle from the last step's length would go to and fro.
+        """
         share = (self.position.step + 0.5) / self.num_steps
         if self.settings.time_budget_s is not None:
-            elapsed_s = self.position.elapsed_s + self.last_step_s / 2
-            share = max(share, elapsed_s / self.settings.time_budget_s)
+            share = max(share, self.position.elapsed_s / self.settings.time_budget_s)
         return learning_rate_share(share, self.settings.warmup_share, self.settings.decay)
 
     def out_of_time(self) -> bool:

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from drafter.__main__ import VERBS
 from drafter.command_line import Verb, build_parser, parse_verb
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = "python -m drafter"
@@ -40,7 +41,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         text=True,
         cwd=ROOT,
         env={**os.environ, **environment},
-        timeout=120,
+        timeout=PATIENCE_S,
     )
 
 
@@ -112,7 +113,9 @@ def test_every_verb_works_without_the_extras() -> None:
         "sys.argv = ['drafter', '--help']\n"
         "sys.exit(main())\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S
+    )
     assert done.returncode == 0, done.stderr
     assert all(f"usage: {PROGRAM} {verb.name} " in done.stdout for verb in VERBS)
 
@@ -125,7 +128,9 @@ def test_help_imports_nothing_heavy() -> None:
         "with contextlib.suppress(SystemExit): main()\n"
         "print(sorted({'torch', 'transformers', 'pandas', 'matplotlib'} & set(sys.modules)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S
+    )
     assert done.stdout.splitlines()[-1] == "[]", done.stdout[-300:] + done.stderr
 
 
@@ -224,7 +229,7 @@ def test_a_stopped_verb_closes_what_it_opened_and_says_that_it_continues(
     assert process.stdout is not None
     assert process.stdout.readline() == "waiting\n"
     process.send_signal(number)
-    stdout, stderr = process.communicate(timeout=30)
+    stdout, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == code
     assert stdout == "closed\n"
     assert "continues where it stopped when run again" in stderr

@@ -12,6 +12,7 @@ from rich.console import Console
 from benchmarks.served_speed import FULL, QUICK, ServedSpeed, median_cells, ratios_of, tables
 from drafter.records import Cell
 from tests.drafter.synthetic_evaluation import make_cell, make_report
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,7 +70,7 @@ def test_the_full_run_measures_what_is_published() -> None:
 
 def test_help_says_what_it_does() -> None:
     command = [sys.executable, "-m", "benchmarks.served_speed", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert "usage: python -m benchmarks.served_speed" in done.stdout
     assert "--quick" in done.stdout

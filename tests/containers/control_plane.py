@@ -20,8 +20,9 @@ import httpx
 from botocore.config import Config
 from botocore.exceptions import ClientError
 
-from tests.containers.data_plane import CHAT, wait_until
+from tests.containers.data_plane import CHAT
 from tests.containers.fake_container import write_fake_python
+from tests.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 ROLE = "arn:aws:iam::123456789012:role/fledge-local"
@@ -72,7 +73,7 @@ class ControlPlane:
                 stdout=log,
                 stderr=log,
             )
-        wait_until(self._is_healthy, timeout_s=90)
+        wait_until(self._is_healthy)
 
     def _is_healthy(self) -> bool:
         assert self.process is not None
@@ -86,7 +87,7 @@ class ControlPlane:
         """Send a signal and wait for the end."""
         assert self.process is not None
         self.process.send_signal(number)
-        self.process.wait(timeout=30)
+        self.process.wait(timeout=PATIENCE_S)
 
     def close(self) -> None:
         """Leave nothing running."""
@@ -155,9 +156,9 @@ class ControlPlane:
     def describe(self, name: str) -> dict[str, Any]:
         return dict(self.sagemaker.describe_endpoint(EndpointName=name))
 
-    def settled(self, name: str, timeout_s: float = 90) -> dict[str, Any]:
+    def settled(self, name: str) -> dict[str, Any]:
         """The description once nothing is under way."""
-        wait_until(lambda: self.describe(name)["EndpointStatus"] in ("InService", "Failed"), timeout_s)
+        wait_until(lambda: self.describe(name)["EndpointStatus"] in ("InService", "Failed"))
         return self.describe(name)
 
     def share(self, name: str, config_name: str, num_requests: int = 100) -> float:
@@ -212,7 +213,7 @@ def steady_load(plane: ControlPlane, endpoint_name: str, every_s: float = 0.1) -
     thread.start()
     yield seen
     ended.set()
-    thread.join(timeout=30)
+    thread.join(timeout=PATIENCE_S)
 
 
 def ask(runtime: Any, endpoint_name: str) -> str:

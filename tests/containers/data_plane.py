@@ -6,9 +6,8 @@ import asyncio
 import json
 import socket
 import threading
-import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +24,7 @@ from containers.local.metrics import Metrics
 from containers.local.router import Router
 from containers.local.traffic import Route, Traffic
 from tests.containers.fake_container import write_fake_python
+from tests.waiting import PATIENCE_S, wait_until
 
 Result = TypeVar("Result")
 BUCKET = "fledge-test"
@@ -134,7 +134,7 @@ class DataPlane:
         self._serving.result(20)
         self.run(self.router.aclose())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=PATIENCE_S)
 
 
 def chat(client: Any, **request: Any) -> dict[str, Any]:
@@ -152,11 +152,3 @@ def stream(client: Any, **request: Any) -> Any:
         EndpointName=ENDPOINT, ContentType="application/json", Body=body
     )
     return answer["Body"]
-
-
-def wait_until(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
-    """Poll until something holds; an AssertionError when it does not in time."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.05)

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from docker.utils.build import exclude_paths
 
+from tests.waiting import PATIENCE_S
+
 ROOT = Path(__file__).parents[2]
 HADOLINT = Path(sys.executable).parent / "hadolint"
 CONTEXTS = {"train": ROOT, "serve": ROOT / "containers" / "serve"}
@@ -99,7 +101,7 @@ def test_what_is_sent_installs_as_the_trainer(tmp_path: Path) -> None:
             (context / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / path, context / path)
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, "--wheel-dir", tmp_path, context], check=True, timeout=300)
+    subprocess.run([*pip, "--wheel-dir", tmp_path, context], check=True, timeout=PATIENCE_S)
     (wheel,) = tmp_path.glob("fledge-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {"drafter/__main__.py", "drafter/trainer.py"} <= set(names)

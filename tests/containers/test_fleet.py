@@ -19,8 +19,9 @@ from containers.local.faults import Fault, Faults
 from containers.local.fleet import Fleet, FleetFailed
 from containers.local.instance import Instance, InstanceRecord
 from containers.local.machine import Machine, end_instances
-from tests.containers.data_plane import BUCKET, DataPlane, fleet_spec, wait_until
+from tests.containers.data_plane import BUCKET, DataPlane, fleet_spec
 from tests.containers.fake_container import write_fake_python
+from tests.waiting import PATIENCE_S, wait_until
 
 CONFIG = '{"model": "/opt/ml/additional-model-data-sources/eagle", "num_speculative_tokens": 3}'
 
@@ -151,7 +152,7 @@ def test_an_instance_that_hangs_is_replaced(plane: DataPlane, monkeypatch: pytes
     (hung,) = pids(fleet)
     os.kill(hung, signal.SIGSTOP)
     wait_until(lambda: not fleet.in_service_instances())
-    wait_until(lambda: fleet.in_service_instances(), timeout_s=40)
+    wait_until(lambda: fleet.in_service_instances())
     assert not is_running(hung)
     watching.cancel()
 
@@ -321,7 +322,7 @@ def test_a_process_that_only_has_the_number_of_an_instance_is_left_alone(tmp_pat
 
 
 def test_a_cancelled_launch_leaves_no_process(plane: DataPlane) -> None:
-    fleet = plane.fleet(environment={"FAKE_NEVER_HEALTHY": "true"}, startup_timeout_s=600)
+    fleet = plane.fleet(environment={"FAKE_NEVER_HEALTHY": "true"}, startup_timeout_s=2 * PATIENCE_S)
     launching = plane.start(fleet.launch())
     wait_until(lambda: fleet.describe())
     (pid,) = pids(fleet)

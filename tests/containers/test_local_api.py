@@ -17,6 +17,7 @@ from botocore.validate import ParamValidator
 
 from tasks.service_model import service_model
 from tests.containers.control_plane import ROLE, ROOT, VARIANT, ControlPlane, canary, is_alive, refusal
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -389,17 +390,21 @@ def test_stop_ends_server_and_instances(moto: str, tmp_path: Path) -> None:
     plane.create_endpoint("e", plane.create_config("c"))
     [pid] = plane.pids("c")
     command = [sys.executable, "-m", "containers.local", "stop", "--home", str(plane.home)]
-    subprocess.run(command, cwd=ROOT, env=plane.environment, check=True, timeout=60)
+    subprocess.run(command, cwd=ROOT, env=plane.environment, check=True, timeout=PATIENCE_S)
     assert plane.process is not None
-    plane.process.wait(timeout=10)
+    plane.process.wait(timeout=PATIENCE_S)
     assert not is_alive(pid)
-    subprocess.run(command, cwd=ROOT, env=plane.environment, check=True, timeout=60)  # nothing left to stop
+    subprocess.run(
+        command, cwd=ROOT, env=plane.environment, check=True, timeout=PATIENCE_S
+    )  # nothing left to stop
 
 
 def test_it_does_not_start_where_it_would_speak_to_aws(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     command = [sys.executable, "-m", "containers.local", "serve", "--home", str(tmp_path)]
-    refused = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    refused = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert refused.returncode == 1
     assert "AWS_ENDPOINT_URL_S3 is not set" in refused.stderr
     assert "fledge up" in refused.stderr

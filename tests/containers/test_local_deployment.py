@@ -18,7 +18,7 @@ from tests.containers.control_plane import (
     refusal,
     steady_load,
 )
-from tests.containers.data_plane import wait_until
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +57,7 @@ def wait_for_canary(plane: ControlPlane) -> None:
         variants = pending.get("ProductionVariants", [{}])
         return variants[0].get("VariantStatus", [{}])[0].get("Status") == "Baking"
 
-    wait_until(is_baking, timeout_s=60)
+    wait_until(is_baking)
 
 
 def pending_weight(plane: ControlPlane) -> float:
@@ -104,7 +104,7 @@ def test_an_alarm_puts_all_traffic_on_the_old_fleet_within_seconds(plane: Contro
     plane.create_alarm("v2-5xx", ENDPOINT, V2)
     with steady_load(plane, ENDPOINT, every_s=0.05) as seen:
         update(plane, V2, canary(percent=50, wait_s=120, alarms=("v2-5xx",)))
-        wait_until(lambda: "ALARM" in alarm_states(plane), timeout_s=60)
+        wait_until(lambda: "ALARM" in alarm_states(plane))
         alarm_at = time.monotonic()
         wait_until(lambda: plane.describe(ENDPOINT)["EndpointStatus"] != "Updating")
         assert time.monotonic() - alarm_at < 10
@@ -146,7 +146,7 @@ def test_an_alarm_in_the_termination_wait_still_rolls_back(plane: ControlPlane) 
     plane.create_config(V2)
     plane.create_alarm("late", ENDPOINT, V2, MetricName="Late", Namespace="Fledge")
     update(plane, V2, canary(wait_s=1, alarms=("late",), TerminationWaitInSeconds=120))
-    wait_until(lambda: plane.share(ENDPOINT, V2, 10) == 1.0, timeout_s=60)
+    wait_until(lambda: plane.share(ENDPOINT, V2, 10) == 1.0)
     dimensions = plane.cloudwatch.describe_alarms(AlarmNames=["late"])["MetricAlarms"][0]["Dimensions"]
     plane.cloudwatch.put_metric_data(
         Namespace="Fledge", MetricData=[{"MetricName": "Late", "Dimensions": dimensions, "Value": 1.0}]

@@ -19,7 +19,8 @@ from botocore.exceptions import ClientError, EventStreamError
 from containers.local import router as router_module
 from containers.local.faults import Fault
 from containers.local.fleet import Fleet
-from tests.containers.data_plane import CHAT, ENDPOINT, DataPlane, chat, stream, wait_until
+from tests.containers.data_plane import CHAT, ENDPOINT, DataPlane, chat, stream
+from tests.waiting import PATIENCE_S, wait_until
 
 TEXT = "The bird has fledged."
 
@@ -238,7 +239,8 @@ def test_shares_of_traffic_are_those_asked_for(plane: DataPlane) -> None:
     for percent in (10, 50, 33):
         plane.route((old, 100 - percent), (new, percent))
         answers = Counter(chat(client)["model"] for _ in range(30))
-        assert abs(100 * answers["v2"] / 30 - percent) <= 6
+        # Wherever the even sequence begins: 2 to 4 of 3, 13 to 17 of 15, 9 to 12 of 9.9.
+        assert answers["v2"] == pytest.approx(0.3 * percent, abs=2.2)
 
 
 def test_a_client_that_alternates_plain_and_streamed_sees_the_share_in_both(plane: DataPlane) -> None:
@@ -347,11 +349,11 @@ def test_a_client_that_goes_away_frees_its_instance(plane: DataPlane) -> None:
     fleet = plane.launched()
     plane.route((fleet, 1.0))
     url = f"{plane.url}/endpoints/{ENDPOINT}/invocations-response-stream"
-    body = {**CHAT, "stream": True, "fake_latency_s": 20}
-    with httpx.stream("POST", url, json=body, timeout=30) as answer:
+    body = {**CHAT, "stream": True, "fake_latency_s": 2 * PATIENCE_S}
+    with httpx.stream("POST", url, json=body, timeout=PATIENCE_S) as answer:
         assert answer.status_code == 200
         assert fleet.in_flight == 1
-    wait_until(lambda: fleet.in_flight == 0, timeout_s=15)
+    wait_until(lambda: fleet.in_flight == 0)
 
 
 def test_latency_can_be_ordered_for_one_config(plane: DataPlane) -> None:

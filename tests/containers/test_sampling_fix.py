@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm/bin/python"
 
@@ -81,7 +83,7 @@ def found() -> dict[str, Any]:
         [PYTHON, "-c", SCRIPT],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
         env={"PATH": "/usr/bin:/bin", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"},
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 ENTRYPOINT = Path(__file__).parents[2] / "containers" / "serve" / "entrypoint.py"
 VARIABLE = "SM_VLLM_SPECULATIVE_CONFIG"
 
@@ -38,7 +40,7 @@ def start(tmp_path: Path, config: Any = None, **environment: str) -> subprocess.
         stderr=subprocess.PIPE,
         text=True,
     )
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE_S)
     return subprocess.CompletedProcess(str(process.pid), process.returncode, out, err)
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.containers.training_container import failure_of, log_of, run, set_up, start, wait_until
+from tests.containers.training_container import failure_of, log_of, run, set_up, start
+from tests.waiting import PATIENCE_S, wait_until
 
 HYPERPARAMETERS: dict[str, Any] = {
     "drafter": {"draft_vocab_size": 200},
@@ -129,7 +130,7 @@ def test_an_interrupted_training_goes_on_in_the_next_container(
     process = start(first, "train")
     wait_until(lambda: len(steps_of(training)) >= 5, process)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=110) == 128 + signal.SIGTERM, log_of(first)
+    assert process.wait(timeout=PATIENCE_S) == 128 + signal.SIGTERM, log_of(first)
     (checkpoint,) = training.glob("checkpoint-*")
     stopped_at = int(checkpoint.name.removeprefix("checkpoint-"))
     assert failure_of(first) == ""
@@ -166,7 +167,7 @@ def test_a_trainer_that_is_killed_is_said_to_have_been(channels: dict[str, Path]
     process = start(tmp_path, "train")
     wait_until(lambda: bool(steps_of(tmp_path / "checkpoints" / "training")), process)
     os.kill(trainer_below(process.pid), signal.SIGKILL)
-    assert process.wait(timeout=110) == 1
+    assert process.wait(timeout=PATIENCE_S) == 1
     assert failure_of(tmp_path) == "the trainer was ended by signal 9; it ran out of memory, most likely"
 
 

@@ -7,10 +7,10 @@ import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tests.waiting import PATIENCE_S
 
 ENTRYPOINT = Path(__file__).parents[2] / "containers" / "train" / "entrypoint.py"
 
@@ -50,14 +50,14 @@ def start(root: Path, *arguments: str, **environment: str) -> subprocess.Popen[b
         )
 
 
-def run(root: Path, *arguments: str, timeout_s: float = 300, **environment: str) -> int:
+def run(root: Path, *arguments: str, timeout_s: float = PATIENCE_S, **environment: str) -> int:
     """Run the entrypoint to its end."""
     process = start(root, *arguments, **environment)
     try:
         return process.wait(timeout=timeout_s)
     except BaseException:
         process.terminate()
-        process.wait(timeout=60)
+        process.wait(timeout=PATIENCE_S)
         raise
 
 
@@ -69,14 +69,3 @@ def failure_of(root: Path) -> str:
     """What SageMaker would show as the reason; empty when there is none."""
     path = root / "output" / "failure"
     return path.read_text() if path.exists() else ""
-
-
-def wait_until(
-    condition: Callable[[], bool], process: subprocess.Popen[bytes], timeout_s: float = 240
-) -> None:
-    """Wait for something that a running container does."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert process.poll() is None, "it ended before"
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.1)

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from drafter.evaluation import describe_machine, evaluate, identical_share
 from drafter.held_out import choose_prompts
 from drafter.measurement import SpeedTask, Variant, num_requests, speed_tasks, to_cell, variants
 from drafter.records import EvaluationReport
+from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -225,11 +225,7 @@ def test_killed_evaluation_leaves_no_server_and_goes_on_where_it_stopped(
         ],
         cwd=REPOSITORY,
     )
-    deadline = time.monotonic() + 240
-    while not any("challenger" in name for name in unit_times(settings.output)):
-        assert child.poll() is None, "the evaluation ended before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: any("challenger" in name for name in unit_times(settings.output)), child)
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     finished = unit_times(settings.output)

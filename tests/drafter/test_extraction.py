@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from drafter.records import Message, StatesRecord
 from drafter.shards import HiddenStates, open_states
 from drafter.target import load_target
 from examples import smollm2
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 CONVERSATIONS = [
@@ -361,12 +362,8 @@ def finished_shards(directory: Path) -> list[str]:
     return [json.loads(f.read_text())["file"] for f in sorted(directory.glob("shard-?????.json"))]
 
 
-def kill_when(process: subprocess.Popen[bytes], reached: Any, timeout_s: float) -> None:
-    give_up_at = time.monotonic() + timeout_s
-    while not reached():
-        assert process.poll() is None, process.stderr.read().decode() if process.stderr else ""
-        assert time.monotonic() < give_up_at, "never got that far"
-        time.sleep(0.02)
+def kill_when(process: subprocess.Popen[bytes], reached: Callable[[], bool]) -> None:
+    wait_until(reached, process, interval_s=0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
 
@@ -387,7 +384,6 @@ def test_killed_run_continues_and_repeats_no_finished_conversation(
     kill_when(
         run_extract(settings),
         lambda: len(finished_shards(settings.output)) == 1 and len(kept()) >= 2,
-        timeout_s=120,
     )
     before = {name: files(settings.output)[name] for name in finished_shards(settings.output)}
     kept_before = kept()
@@ -442,7 +438,7 @@ def real_settings(tmp_path_factory: pytest.TempPathFactory) -> ExtractSettings:
 def real_states(real_settings: ExtractSettings) -> HiddenStates:
     """States of a run whose process was killed after its first shard and which then went on."""
     process = run_extract(real_settings)
-    kill_when(process, lambda: len(finished_shards(real_settings.output)) >= 1, timeout_s=300)
+    kill_when(process, lambda: len(finished_shards(real_settings.output)) >= 1)
     before = {name: files(real_settings.output)[name] for name in finished_shards(real_settings.output)}
     record = extract(real_settings)
     assert before.items() <= files(real_settings.output).items()

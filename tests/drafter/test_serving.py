@@ -9,8 +9,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -19,6 +17,7 @@ import pytest
 from drafter.config import ServerSettings
 from drafter.errors import ServerError
 from drafter.serving import VllmServer, require_vllm_environment, speculative_arguments, vllm_environment
+from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -33,7 +32,7 @@ def stand_in(tmp_path: Path, program: str) -> ServerSettings:
     interpreter = tmp_path / "python"
     interpreter.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{code}" "$@"\n', encoding="utf-8")
     interpreter.chmod(0o755)
-    return ServerSettings(python=interpreter, start_timeout_s=20)
+    return ServerSettings(python=interpreter, start_timeout_s=60)
 
 
 HEALTHY = """
@@ -48,18 +47,9 @@ HEALTHY = """
 """
 # A server with a child in its process group that would outlive it, as vLLM's workers could.
 WITH_CHILD = HEALTHY.format(
-    before="child = os.fork()\n    if child == 0: time.sleep(600); os._exit(0)\n"
+    before="child = os.fork()\n    if child == 0: time.sleep(3600); os._exit(0)\n"
     "    print('pids', os.getpid(), child, flush=True)"
 )
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.1)
-    return False
 
 
 def running(pid: int) -> bool:
@@ -85,7 +75,7 @@ def test_server_is_up_inside_the_block_and_gone_with_its_children_after_it(tmp_p
         pids = pids_in(log)
         assert len(pids) == 2
         assert all(running(pid) for pid in pids)
-    assert wait_for(lambda: not any(running(pid) for pid in pids), 2)
+    wait_until(lambda: not any(running(pid) for pid in pids))
     assert not server.alive()
 
 
@@ -93,7 +83,7 @@ def test_error_inside_the_block_ends_the_server(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     with pytest.raises(ZeroDivisionError), VllmServer(tmp_path, stand_in(tmp_path, WITH_CHILD), log):
         _ = 1 / 0
-    assert wait_for(lambda: not any(running(pid) for pid in pids_in(log)), 2)
+    wait_until(lambda: not any(running(pid) for pid in pids_in(log)))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -107,7 +97,7 @@ def test_killed_parent_leaves_no_server(tmp_path: Path, number: int) -> None:
             "import sys, time; from pathlib import Path; from drafter.config import ServerSettings\n"
             "from drafter.serving import VllmServer\n"
             f"with VllmServer(Path('.'), ServerSettings(python={str(settings.python)!r}), Path({str(log)!r})):\n"
-            "    print('up', flush=True); time.sleep(600)",
+            "    print('up', flush=True); time.sleep(3600)",
         ],
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
@@ -119,7 +109,7 @@ def test_killed_parent_leaves_no_server(tmp_path: Path, number: int) -> None:
     assert len(pids) == 2
     os.kill(parent.pid, number)
     parent.wait()
-    assert wait_for(lambda: not any(running(pid) for pid in pids))
+    wait_until(lambda: not any(running(pid) for pid in pids))
 
 
 def test_server_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
@@ -152,7 +142,7 @@ def test_server_that_dies_while_starting_shows_the_end_of_its_log(tmp_path: Path
 
 
 def test_server_that_does_not_get_ready_is_ended_in_time(tmp_path: Path) -> None:
-    settings = stand_in(tmp_path, "print('pids', os.getpid(), os.getpid(), flush=True); time.sleep(600)")
+    settings = stand_in(tmp_path, "print('pids', os.getpid(), os.getpid(), flush=True); time.sleep(3600)")
     log = tmp_path / "server.log"
     with (
         pytest.raises(ServerError, match="did not answer within 1 s"),
@@ -166,10 +156,10 @@ def test_server_that_dies_later_is_noticed(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     with VllmServer(tmp_path, stand_in(tmp_path, WITH_CHILD), log) as server:
         os.kill(pids_in(log)[0], signal.SIGKILL)
-        assert wait_for(lambda: not server.alive())
+        wait_until(lambda: not server.alive())
         with pytest.raises(ServerError, match="has ended"):
             server.raise_if_dead()
-    assert wait_for(lambda: not any(running(pid) for pid in pids_in(log)), 2)
+    wait_until(lambda: not any(running(pid) for pid in pids_in(log)))
 
 
 def test_port_in_use_is_refused_by_name(tmp_path: Path) -> None:

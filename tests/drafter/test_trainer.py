@@ -9,8 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,6 +28,7 @@ from drafter.training_directory import read_result
 from drafter.training_state import latest_checkpoint
 from drafter.vocabulary import ids_from_offsets
 from tests.drafter.tiny import make_target, training_settings, write_states
+from tests.waiting import PATIENCE_S, wait_until
 
 LONG = {"num_epochs": 15, "checkpoint_interval_s": 0.3}
 
@@ -48,16 +47,6 @@ def start(settings: TrainSettings) -> subprocess.Popen[str]:
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-
-
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert process.poll() is None, process.stderr and process.stderr.read()
-        if time.monotonic() > deadline:
-            process.kill()
-            raise AssertionError("it does not come that far")
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -182,7 +171,7 @@ def test_asked_to_stop_it_checkpoints_the_step_it_is_in(
     process = start(settings)
     wait_until(lambda: len(losses(settings.output)) > 10, process)
     process.send_signal(number)
-    assert process.wait(timeout=120) == code
+    assert process.wait(timeout=PATIENCE_S) == code
     checkpoint = latest_checkpoint(settings.output)
     assert checkpoint is not None
     done = json.loads((checkpoint / "state.json").read_text())["step"]
@@ -213,9 +202,8 @@ def test_a_time_budget_counts_training_seconds_over_resumes(
     assert steps[len(interrupted)].elapsed_s > interrupted[-1].elapsed_s, "the clock goes on, not anew"
     rates = [metrics.learning_rate for metrics in steps]
     assert rates[-1] < 0.1 * max(rates), "the schedule ends with the budget"
-    assert rates == pytest.approx(sorted(rates[:1]) + sorted(rates[1:], reverse=True)), (
-        "and never jumps up again"
-    )
+    peak = rates.index(max(rates))
+    assert rates == sorted(rates[:peak]) + sorted(rates[peak:], reverse=True), "and never jumps up again"
 
 
 def test_schedule_warms_up_and_decays() -> None:
@@ -389,7 +377,7 @@ def test_eagle3_asked_to_stop_resumes_to_the_same_losses(
     process = start(settings)
     wait_until(lambda: len(losses(settings.output)) > 10, process)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=120) == 143
+    assert process.wait(timeout=PATIENCE_S) == 143
     assert 10 < len(losses(settings.output)) < whole.num_steps
     train(settings)
     assert losses(settings.output) == losses(tmp_path / "whole")

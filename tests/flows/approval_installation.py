@@ -19,10 +19,10 @@ from tasks.local_environment import environment_defaults
 from tasks.local_services import Service
 from tasks.settings import Places
 from tests.flows.prefect_server import prefect_api
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 APPROVERS = "alice,bob"
-TIMEOUT_S = 400
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 
@@ -53,7 +53,7 @@ class ApprovalInstallation:
 
     def wait_until(self, flow_run: str, reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """The state of a run once it is as wanted."""
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             state = dict(self.run(flow_run)["state"])
             if reached(state):
@@ -65,7 +65,7 @@ class ApprovalInstallation:
     def wait_for_form(self, flow_run: str) -> str:
         """Wait until the form is open and its process gone; return the text above the form."""
         self.wait_until(flow_run, lambda state: state["name"] == "Suspended")
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + PATIENCE_S
         while self.processes():
             assert time.monotonic() < deadline, "a process of the waiting run is left"
             time.sleep(0.2)
@@ -127,7 +127,7 @@ def approval_installation(home: Path, port: int) -> Iterator[ApprovalInstallatio
     worker = Service("worker", worker_command, home / "logs/worker.log")
     try:
         server.start(environment)
-        server.wait_until_ready(TIMEOUT_S)
+        server.wait_until_ready(PATIENCE_S)
         for command in (
             ("work-pool", "create", "fledge", "--type", "process"),
             ("deploy", "-n", "promote-drafter", "-n", "expire-approval"),
@@ -138,7 +138,7 @@ def approval_installation(home: Path, port: int) -> Iterator[ApprovalInstallatio
                 cwd=ROOT,
                 capture_output=True,
                 text=True,
-                timeout=TIMEOUT_S,
+                timeout=PATIENCE_S,
             )
             assert done.returncode == 0, done.stdout + done.stderr
         worker.start(environment)

@@ -37,8 +37,8 @@ TINY = {
     "image": "vllm:tiny",
     "instance_types": ["ml.m5.xlarge", "ml.c5.2xlarge"],
     "fallback_instance_types": ["ml.c5.2xlarge"],
-    "model_download_timeout_s": 60,
-    "startup_timeout_s": 60,
+    "model_download_timeout_s": 600,
+    "startup_timeout_s": 600,
     "network_isolation": True,
     "prices": {
         "ml.m5.xlarge": {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,8 @@ from tasks.local_environment import Ports
 from tasks.run_records import RetrainRecord, load_run
 from tasks.settings import Places
 from tests.flows.prefect_server import prefect_api
+from tests.waiting import PATIENCE_S, wait_until
 
-STAGE_TIMEOUT_S = 300
 RUN = """
 import sys
 from pathlib import Path
@@ -56,7 +55,7 @@ class Installation:
     def run_flow(self, **environment: str) -> RetrainRecord:
         """Run the flow to its end."""
         flow = self.start_flow(**environment)
-        assert flow.wait(STAGE_TIMEOUT_S) == 0, self.last_lines()
+        assert flow.wait(PATIENCE_S) == 0, self.last_lines()
         return load_run(self.places)
 
     def last_flow_run(self) -> dict[str, Any]:
@@ -127,15 +126,12 @@ def _kill_when(
     What stands after that is kept: those files, or what `standing` finds.
     """
     flow = installation.start_flow()
-    deadline = time.monotonic() + STAGE_TIMEOUT_S
-    while not (paths := reached()):
-        assert flow.poll() is None, "the flow ended before it could be killed:\n" + installation.last_lines()
-        assert time.monotonic() < deadline, installation.last_lines()
-        time.sleep(0.05)
+    wait_until(reached, flow, told=installation.last_lines)
+    paths = reached()
     descendants = psutil.Process(flow.pid).children(recursive=True)
     flow.kill()
     flow.wait()
-    _, alive = psutil.wait_procs(descendants, timeout=30)
+    _, alive = psutil.wait_procs(descendants, timeout=60)
     if standing is not None:
         paths = standing()
     return Kill(

@@ -53,7 +53,7 @@ CATALOGUE_ENTRY: dict[str, Any] = {
     "num_speculative_tokens": 3,
     "image": "fledge/vllm-cpu:0.32.0",
     "instance_types": ["ml.m5.xlarge"],
-    "model_download_timeout_s": 60,
+    "model_download_timeout_s": 600,
     "startup_timeout_s": 600,
     "network_isolation": True,
     "environment": {

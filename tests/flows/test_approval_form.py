@@ -13,9 +13,9 @@ from tasks.settings import Places
 from tests.flows.approval_installation import ApprovalInstallation, approval_installation
 from tests.flows.conftest import free_port
 from tests.tasks.registered_versions import register_version
+from tests.waiting import PATIENCE_MS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-PATIENCE_MS = 90_000
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

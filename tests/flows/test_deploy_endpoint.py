@@ -22,10 +22,10 @@ from tasks.endpoints import list_endpoints
 from tasks.promotion import PromotionError, read_version
 from tasks.version_record import VersionRecord
 from tests.containers.control_plane import steady_load
-from tests.containers.data_plane import wait_until
 from tests.flows.endpoint_world import ENDPOINT, FAST_ALARMS, EndpointWorld
 from tests.tasks.drafters_on_disk import REJECTED
 from tests.tasks.registered_versions import register_version
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -131,7 +131,7 @@ def test_a_killed_deployment_is_taken_up_again(
     settings = world.settings(v2)
     settings = settings.model_copy(update={"rollout": settings.rollout.model_copy(update={"wait_s": 15})})
     process = world.start_flow(settings)
-    wait_until(lambda: world.plane.describe(ENDPOINT)["EndpointStatus"] == "Updating", timeout_s=300)
+    wait_until(lambda: world.plane.describe(ENDPOINT)["EndpointStatus"] == "Updating")
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert world.champion() == "1"
@@ -161,7 +161,7 @@ def test_a_creation_that_fails_leaves_nothing_and_says_why(world: EndpointWorld,
 def test_an_update_of_somebody_else_is_not_disturbed(
     world: EndpointWorld, v1: VersionRecord, v2: VersionRecord
 ) -> None:
-    world.plane.create_config("by-hand", {"FAKE_START_S": "5"})
+    world.plane.create_config("by-hand", {"FAKE_START_S": str(2 * PATIENCE_S)})
     world.plane.sagemaker.update_endpoint(EndpointName=ENDPOINT, EndpointConfigName="by-hand")
     with pytest.raises(EndpointError, match=r"is Updating to by-hand, not by this deployment"):
         deploy_endpoint(world.settings(v2))

@@ -20,6 +20,7 @@ from flows.endpoint_commands import how_to_go_on
 from tasks.local_environment import Ports, announced, only_one
 from tasks.settings import Places
 from tests.containers.control_plane import VARIANT, ControlPlane, ask
+from tests.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 ENDPOINT = "birds"
@@ -38,7 +39,7 @@ class Terminal:
     def run(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             self.command(*arguments), cwd=ROOT, env=self.environment, text=True, capture_output=True,
-            input=stdin, stdin=subprocess.DEVNULL if stdin is None else None, timeout=120,
+            input=stdin, stdin=subprocess.DEVNULL if stdin is None else None, timeout=PATIENCE_S,
         )  # fmt: skip
 
     def json(self, *arguments: str) -> object:
@@ -54,7 +55,7 @@ class Terminal:
             stderr=follower, start_new_session=True,
         )  # fmt: skip
         os.close(follower)
-        screen, deadline = "", time.monotonic() + 120
+        screen, deadline = "", time.monotonic() + PATIENCE_S
         for key in keys.splitlines(keepends=True):
             seen = len(screen)
             while waits_for not in screen[seen:]:
@@ -198,9 +199,8 @@ class TestVerbs:
             EndpointConfigName="birds-v8-0123abcd",
             DeploymentConfig={"BlueGreenUpdatePolicy": {"TrafficRoutingConfiguration": canary}},
         )
-        deadline = time.monotonic() + 60
-        while {ask(plane.runtime, ENDPOINT) for _ in range(8)} != {SERVED, "fledge-drafter-v8"}:
-            assert time.monotonic() < deadline, plane.describe(ENDPOINT)
+        both = {SERVED, "fledge-drafter-v8"}
+        wait_until(lambda: {ask(plane.runtime, ENDPOINT) for _ in range(8)} == both)
         for _ in range(200):
             ask(plane.runtime, ENDPOINT)
         time.sleep(2.5)  # metrics are published once a second

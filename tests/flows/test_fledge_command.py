@@ -16,6 +16,7 @@ from drafter.command_line import Verb, parse_verb
 from flows.command_line import VERBS, exit_code_of_doctor
 from tasks.check_machine import Check
 from tasks.retrain_settings import RetrainSettings
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +28,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         text=True,
         cwd=ROOT,
         env={**os.environ, **environment},
-        timeout=120,
+        timeout=PATIENCE_S,
     )
 
 
@@ -47,7 +48,9 @@ def test_help_imports_nothing_heavy() -> None:
         "with contextlib.suppress(SystemExit): main()\n"
         "print(sorted({'prefect', 'mlflow', 'great_expectations', 'torch'} & set(sys.modules)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S
+    )
     assert "--training.time-budget-s" in done.stdout
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
 

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,11 @@ from tasks.local_environment import Ports, RunningServices
 from tasks.local_services import DEPLOYMENTS
 from tasks.settings import Places
 from tests.flows.prefect_server import prefect_api
+from tests.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 MOST_IDLE_GIB = 1.5
-START_TIMEOUT_S = 300
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = pytest.mark.slow
 
 
 class Up:
@@ -56,7 +56,7 @@ class Up:
             assert process.poll() is None, self.log.read_text()
             return self.places.services_file.exists() and self.services().pid == process.pid
 
-        _wait_until(is_up, START_TIMEOUT_S)
+        wait_until(is_up)
         return self.services()
 
     def services(self) -> RunningServices:
@@ -71,7 +71,7 @@ class Up:
     def end(self, number: int) -> int:
         assert self.process is not None
         self.process.send_signal(number)
-        return self.process.wait(timeout=120)
+        return self.process.wait(timeout=PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_sagemaker_comes_back_when_it_is_killed(up: Up) -> None:
     victim = next(one for one in up.tree() if one.cmdline()[1:4] == ["-m", "containers.local", "serve"])
     victim.kill()
     victim.wait(30)
-    _wait_until(lambda: _answers(url), 90)
+    wait_until(lambda: _answers(url))
     assert up.process is not None
     assert up.process.poll() is None
 
@@ -118,7 +118,7 @@ def test_sagemaker_comes_back_when_it_is_killed(up: Up) -> None:
 def test_a_second_one_on_the_same_home_is_refused(up: Up) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "flows.command_line", "up"],
-        cwd=ROOT, env=up.environment, capture_output=True, text=True, timeout=120,
+        cwd=ROOT, env=up.environment, capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 1
     assert "already runs" in done.stderr
@@ -128,14 +128,14 @@ def test_killed_it_leaves_nothing_behind_and_starts_again_at_once(up: Up) -> Non
     started = up.tree()
     up.end(signal.SIGKILL)
     up.start()
-    _, alive = psutil.wait_procs(started[1:], timeout=30)
+    _, alive = psutil.wait_procs(started[1:], timeout=PATIENCE_S)
     assert [" ".join(one.cmdline()) for one in alive] == []
 
 
 def test_stopped_it_leaves_nothing_behind(up: Up) -> None:
     started = up.tree()
     assert up.end(signal.SIGTERM) == 128 + signal.SIGTERM
-    _, alive = psutil.wait_procs(started[1:], timeout=30)
+    _, alive = psutil.wait_procs(started[1:], timeout=PATIENCE_S)
     assert [" ".join(one.cmdline()) for one in alive] == []
     assert not up.places.services_file.exists()
 
@@ -161,10 +161,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.5)

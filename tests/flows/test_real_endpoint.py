@@ -20,13 +20,13 @@ from tasks.promotion import read_version
 from tasks.settings import Places
 from tasks.version_record import VersionRecord
 from tests.containers.control_plane import ControlPlane, forget_everything, is_alive
-from tests.containers.data_plane import wait_until
 from tests.flows.conftest import free_port
 from tests.flows.endpoint_world import ENDPOINT, EndpointWorld, copy_database
 from tests.flows.real_endpoints import RealEndpoints, SeenAlarms
 from tests.flows.steady_load import SteadyLoad
+from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 ROLLED_BACK_WITHIN_S = 60
 
 
@@ -153,7 +153,7 @@ def test_a_server_that_answers_no_ping_never_gets_a_request(
     bad = endpoints.make("g")
     elsewhere = free_port()  # where vLLM comes up; SageMaker asks at 8080
     with taken_back(endpoints, bad, "ping health check") as load:
-        endpoints.promote(bad, environment={"SM_VLLM_PORT": str(elsewhere)}, startup_timeout_s=60)
+        endpoints.promote(bad, environment={"SM_VLLM_PORT": str(elsewhere)}, startup_timeout_s=120)
     assert not load.answered_by(bad)
     log = re.search(r"see (\S+\.log)", read_version(bad.version).rollback_reason or "")
     assert log
@@ -189,7 +189,7 @@ def test_killed_in_the_middle_an_update_ends_on_one_of_its_two_configs(
     third = endpoints.make("e")
     before = endpoints.config_name()
     flow = endpoints.start_deployment(third)
-    wait_until(lambda: endpoints.stage() == "Baking", timeout_s=180)
+    wait_until(lambda: endpoints.stage() == "Baking")
     os.killpg(flow.pid, signal.SIGKILL)
     flow.wait()
     old_instances = endpoints.plane.pids(before)
@@ -197,7 +197,7 @@ def test_killed_in_the_middle_an_update_ends_on_one_of_its_two_configs(
     assert all(is_alive(pid) for pid in old_instances)
 
     endpoints.plane.start()
-    wait_until(lambda: endpoints.plane.instances() != [], timeout_s=60)
+    wait_until(lambda: endpoints.plane.instances() != [])
     assert endpoints.plane.pids(before) == old_instances  # adopted, not started again
     with endpoints.load() as load:
         deployed = deploy_endpoint(endpoints.real_settings(third))

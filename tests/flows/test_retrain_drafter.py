@@ -13,7 +13,7 @@ from tasks.find_drafters import version_of_alias
 from tasks.track_runs import connect, experiment_id
 from tests.flows.installation import Installation, Kill, Kills
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def changed(kill: Kill) -> list[Path]:

@@ -13,10 +13,9 @@ from playwright.sync_api import Page, expect
 from tasks.run_records import load_run
 from tests.flows.installation import Installation, Kills
 from tests.flows.prefect_server import prefect_api
+from tests.waiting import PATIENCE_MS, PATIENCE_S
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
-
-RUN_TIMEOUT_S = 240
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 class Prefect:
@@ -31,7 +30,7 @@ class Prefect:
 
     def open_run_form(self, page: Page) -> None:
         page.goto(f"{self.pages}/deployments/deployment/{self.deployment()['id']}/run")
-        expect(page.get_by_role("button", name="Submit")).to_be_visible(timeout=30_000)
+        expect(page.get_by_role("button", name="Submit")).to_be_visible(timeout=PATIENCE_MS)
 
     def submit(self, page: Page) -> str:
         """Press Submit, and again where the server is busy; return the id of the flow run that the form made."""
@@ -43,7 +42,7 @@ class Prefect:
 
     def wait_for_end(self, flow_run: str) -> dict[str, Any]:
         """The flow run, once its state is final."""
-        deadline = time.monotonic() + RUN_TIMEOUT_S
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             run = dict(self.api.get(f"/flow_runs/{flow_run}").json())
             if run["state"]["type"] in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED"):
@@ -78,7 +77,7 @@ def test_a_form_filled_in_wrong_fails_with_what_to_do(
     assert "source /nowhere/chats.jsonl: nothing there" in run["state"]["message"]
     assert "what to do: check the path" in run["state"]["message"]
     page.goto(f"{prefect.pages}/runs/flow-run/{run['id']}")
-    expect(page.get_by_text("nothing there").first).to_be_visible(timeout=30_000)
+    expect(page.get_by_text("nothing there").first).to_be_visible(timeout=PATIENCE_MS)
     page.screenshot(path=screenshots / "2-failed-run.png", full_page=True)
 
 
@@ -99,7 +98,7 @@ def test_a_run_from_the_form_ends_in_artifacts_that_open(
     page.goto(f"{prefect.pages}/runs/flow-run/{run['id']}")
     page.get_by_role("tab", name="Artifacts").or_(page.get_by_text("Artifacts", exact=True)).first.click()
     for name in ("decision", "cells", "report", "validation", "mlflow-version"):
-        expect(page.get_by_text(name, exact=True).first).to_be_visible(timeout=30_000)
+        expect(page.get_by_text(name, exact=True).first).to_be_visible(timeout=PATIENCE_MS)
     page.screenshot(path=screenshots / "3-artifacts.png", full_page=True)
 
     links = _open_decision_and_links(prefect, page, run["id"], screenshots)
@@ -116,7 +115,7 @@ def _open_decision_and_links(
     artifacts = {artifact["key"]: artifact for artifact in found if artifact["key"]}
     for name, text in (("decision", "Approved"), ("cells", "no speculation")):
         page.goto(f"{prefect.pages}/artifacts/artifact/{artifacts[name]['id']}")
-        expect(page.get_by_text(text).first).to_be_visible(timeout=30_000)
+        expect(page.get_by_text(text).first).to_be_visible(timeout=PATIENCE_MS)
         page.screenshot(path=screenshots / f"4-{name}.png", full_page=True)
     return {
         name: artifacts[name]["data"].partition("](")[2].rstrip(")")
@@ -135,6 +134,6 @@ def _open_pages(page: Page, links: dict[str, str], registry_uri: str, screenshot
         answer = page.goto(links[name])
         assert answer is not None
         assert answer.ok
-        expect(page.get_by_text(text).filter(visible=True).first).to_be_visible(timeout=30_000)
+        expect(page.get_by_text(text).filter(visible=True).first).to_be_visible(timeout=PATIENCE_MS)
         page.wait_for_timeout(1000)
         page.screenshot(path=screenshots / f"5-{name}.png", full_page=True)

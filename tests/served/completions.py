@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 from drafter.serving import VllmServer
+from tests.waiting import PATIENCE_S
 
 
 def complete(server: VllmServer, prompt: Sequence[int], max_tokens: int, **sampling: Any) -> dict[str, Any]:
@@ -21,7 +22,7 @@ def complete(server: VllmServer, prompt: Sequence[int], max_tokens: int, **sampl
         "return_token_ids": True,
         **sampling,
     }
-    response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300, trust_env=False)
+    response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False)
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
     return answer

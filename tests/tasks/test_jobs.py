@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from drafter.config import PrepareSettings, SourceSettings
 from drafter.records import DatasetRecord
 from tasks.jobs import JobCrashed, JobError, run_verb
 from tasks.settings import Places
+from tests.waiting import wait_until
 
 
 def prepare_settings(tmp_path: Path) -> PrepareSettings:
@@ -32,13 +31,6 @@ def stand_in_for_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script:
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
     monkeypatch.setenv("FLEDGE_PYTHON", str(path))
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.05)
 
 
 def is_alive(pid: int) -> bool:
@@ -102,10 +94,10 @@ def test_no_process_is_left_when_the_flow_ends(
 ) -> None:
     pids = tmp_path / "pids"
     stand_in_for_python(
-        tmp_path, monkeypatch, f"sleep 300 & echo $$ $! > {pids}.new; mv {pids}.new {pids}; wait"
+        tmp_path, monkeypatch, f"sleep 3600 & echo $$ $! > {pids}.new; mv {pids}.new {pids}; wait"
     )
     flow = start_run(tmp_path)
-    wait_until(pids.exists, timeout_s=60)
+    wait_until(pids.exists)
     verb, grandchild = map(int, pids.read_text().split())
 
     flow.send_signal(ending)
@@ -126,7 +118,7 @@ def test_a_second_run_waits_until_the_killed_one_has_let_go(
         f"trap 'sleep 2; echo end >> {log}; exit 0' TERM; echo begin >> {log}; sleep 3 & wait",
     )
     first = start_run(tmp_path)
-    wait_until(log.exists, timeout_s=60)
+    wait_until(log.exists)
     first.kill()
     first.wait()
 

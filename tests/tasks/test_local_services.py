@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from drafter.errors import ServerError
 from tasks.local_environment import Ports
 from tasks.local_services import Service, running_services
 from tasks.settings import Places
+from tests.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,7 +49,7 @@ def test_a_service_that_ends_shows_its_last_lines(tmp_path: Path) -> None:
     service = Service("Broken", [sys.executable, "-c", code], tmp_path / "log", "http://127.0.0.1:9/")
     service.start(dict(os.environ))
     with pytest.raises(ServerError, match="code 3") as error:
-        service.wait_until_ready(timeout_s=20)
+        service.wait_until_ready(timeout_s=PATIENCE_S)
     assert "no such database" in str(error.value)
 
 
@@ -60,8 +60,7 @@ def test_a_service_answers_then_stops(tmp_path: Path) -> None:
     service.start(dict(os.environ))
     service.wait_until_ready()
     service.stop()
-    with socket.socket() as probe:
-        assert probe.connect_ex(("127.0.0.1", port)) != 0
+    assert not answers(port)
 
 
 def test_services_end_when_their_starter_is_killed(tmp_path: Path) -> None:
@@ -79,10 +78,9 @@ service.start(dict(os.environ)); service.wait_until_ready(); print("up", flush=T
     assert starter.stdout.readline() == "up\n"
     starter.send_signal(signal.SIGKILL)
     starter.wait()
-    deadline = time.monotonic() + 15
-    while time.monotonic() < deadline:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
-                return
-        time.sleep(0.2)
-    pytest.fail("the service is still there")
+    wait_until(lambda: not answers(port))
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

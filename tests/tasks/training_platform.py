@@ -18,6 +18,7 @@ import boto3
 
 from tasks.service_model import problems, validation_message
 from tests.containers.training_container import failure_of, set_up, start
+from tests.waiting import PATIENCE_S
 
 ARN = "arn:aws:sagemaker:us-east-1:123456789012:training-job/"
 
@@ -49,7 +50,7 @@ class TrainingPlatform:
         self._server.shutdown()
         self._server.server_close()
         for container in self.containers:
-            container.join(timeout=120)
+            container.join(timeout=PATIENCE_S)
 
     def operations(self) -> list[str]:
         return [operation for operation, _ in self.requests]
