@@ -7,11 +7,24 @@ the Prefect UI shows the same descriptions. Units are in the names (`_s`, `_toke
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from drafter.machine import NumberFormat, resolve_number_format
 
 Algorithm = Literal["peagle", "eagle3"]
+_Format = TypeVar("_Format")
+# `auto` becomes this machine's own when the settings are made, so that digests and records say what was computed.
+Native = Annotated[_Format, AfterValidator(resolve_number_format)]
 
 
 class Settings(BaseModel):
@@ -97,8 +110,10 @@ class ServerSettings(Settings):
         default=Path(".venv-vllm/bin/python"),
         description="Python interpreter of the environment that holds vLLM.",
     )
-    dtype: Literal["bfloat16", "float32", "float16"] = Field(
-        default="bfloat16", description="Number format of weights and activations."
+    dtype: Native[NumberFormat] = Field(
+        default="auto",
+        description="Number format of weights and activations. auto: bfloat16 where this machine multiplies it, "
+        "else float32, which is then several times faster.",
     )
     max_model_len_tokens: int | None = Field(
         default=None, ge=16, description="Longest sequence the server accepts; None: the model's own limit."
@@ -256,8 +271,10 @@ class TrainSettings(Settings):
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay.")
     betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW betas.")
     max_gradient_norm: float = Field(default=1.0, gt=0, description="Gradient clipping.")
-    dtype: Literal["bfloat16", "float32"] = Field(
-        default="bfloat16", description="Computation; master weights are float32 in either case."
+    dtype: Native[Literal["auto", "bfloat16", "float32"]] = Field(
+        default="auto",
+        description="Computation; master weights are float32 in any case. auto: bfloat16 where this machine "
+        "multiplies it, else float32.",
     )
     memory_budget_gb: float | None = Field(
         default=None,
@@ -365,9 +382,10 @@ class EvaluateSettings(Settings):
         default=(256, 1024, 4096), description="Upper edges of context-length buckets (prompt + answer)."
     )
     temperature: float = Field(default=0.0, ge=0, le=2, description="0 is greedy.")
-    identity_dtypes: tuple[Literal["bfloat16", "float32"], ...] = Field(
-        default=("bfloat16", "float32"),
-        description="Number formats in which greedy output with and without the drafter is compared; float32 proves it.",
+    identity_dtypes: tuple[Literal["auto", "bfloat16", "float32"], ...] = Field(
+        default=("auto", "float32"),
+        description="Number formats in which greedy output with and without the drafter is compared; float32 proves "
+        "it. auto: the one that this machine multiplies.",
     )
     identity_prompts: int = Field(default=8, ge=1, description="Prompts of the float32 comparison.")
     server: ServerSettings = Field(default_factory=ServerSettings, description="How servers are started.")
@@ -378,6 +396,12 @@ class EvaluateSettings(Settings):
         "most of a minute, so 2 saves time on a CPU; leave 1 where one server takes all memory, as on a GPU.",
     )
     seed: int = Field(default=0, description="Seed of the choice of prompts and of the bootstrap.")
+
+    @field_validator("identity_dtypes")
+    @classmethod
+    def _each_format_once(cls, names: tuple[NumberFormat, ...]) -> tuple[NumberFormat, ...]:
+        """On a machine without bfloat16, `auto` and float32 are one."""
+        return tuple(dict.fromkeys(resolve_number_format(name) for name in names))
 
     @model_validator(mode="after")
     def _one_port_serves_one(self) -> Self:

@@ -32,6 +32,7 @@ from drafter.errors import DataError
 from drafter.export import load_exported_drafter
 from drafter.initialization import TargetTensors, build_teacher
 from drafter.loss import TeacherHead
+from drafter.machine import native_number_format
 from drafter.model import Drafter
 from drafter.preflight import require_fit
 from drafter.progress import track
@@ -69,7 +70,7 @@ def estimate(settings: EstimateSettings) -> AcceptanceEstimate:
     if not states.record.greedy_answers:
         everything = torch.arange(target.vocab_size)
         full_head = build_teacher(
-            drafter.config, everything, TargetTensors(target.path), torch.bfloat16, torch.device("cpu")
+            drafter.config, everything, TargetTensors(target.path), _number_format(), torch.device("cpu")
         )
     walks: list[Walk] = []
     with track(len(states), "estimating", "conversations") as progress:
@@ -88,6 +89,11 @@ def estimate(settings: EstimateSettings) -> AcceptanceEstimate:
     if settings.output is not None:
         result.save(settings.output)
     return result
+
+
+def _number_format() -> torch.dtype:
+    """What this machine computes fast in."""
+    return torch.bfloat16 if native_number_format() == "bfloat16" else torch.float32
 
 
 def walk_document(
@@ -110,7 +116,7 @@ def walk_document(
         document.auxiliary,
         torch.from_numpy(starts),
         num_speculative_tokens,
-        StepOptions(dtype=torch.bfloat16),
+        StepOptions(dtype=_number_format()),
     ).numpy()
     truth = document.input_ids.numpy() if full_head is None else greedy_tokens(full_head, document)
     rows = {int(start): row for row, start in enumerate(starts)}

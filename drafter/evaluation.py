@@ -8,8 +8,6 @@ Everything finished is kept in `cells/`; `evaluation.json` is written last.
 from __future__ import annotations
 
 import logging
-import os
-import platform
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -22,6 +20,7 @@ from drafter.config import EvaluateSettings
 from drafter.errors import CheckpointError, DataError
 from drafter.files import digest_of
 from drafter.held_out import HeldOutPrompt, choose_prompts
+from drafter.machine import describe_machine
 from drafter.measurement import (
     Bench,
     SpeedTask,
@@ -306,16 +305,3 @@ def identical_share(plain: Sequence[Answer], drafted: Sequence[Answer]) -> float
     """Share of answers with exactly the same tokens, prompt by prompt."""
     expected = {answer.conversation_id: answer.token_ids for answer in plain}
     return sum(expected[one.conversation_id] == one.token_ids for one in drafted) / len(drafted)
-
-
-def describe_machine() -> str:
-    """Processor, cores and memory, as far as this system tells."""
-    processor = platform.processor() or platform.machine()
-    memory = ""
-    if platform.system() == "Linux":
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                processor = line.split(":", 1)[1].strip()
-                break
-        memory = f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB memory"
-    return f"{processor}, {os.cpu_count()} cores{memory}"

@@ -31,6 +31,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from drafter.machine import native_number_format
+
 PREFIX = "SM_VLLM_"
 CONTAINER_PORT = 8080
 CONTAINER_ROOT = "/opt/ml"
@@ -56,6 +58,8 @@ def server_arguments(environment: Mapping[str, str], root: Path, port: int) -> l
         root: folder of this machine that stands for `/opt/ml`.
         port: port of this machine that stands for the container's 8080.
 
+    What the image does not say: without a number format in the environment, the one that this machine multiplies.
+
     Raises:
         ContainerCannotStart: a percent sign that the image's supervisor refuses.
     """
@@ -63,6 +67,9 @@ def server_arguments(environment: Mapping[str, str], root: Path, port: int) -> l
     if _is_supervised(environment):
         arguments = [_as_supervisor_passes_it_on(argument) for argument in arguments]
     arguments = [on_this_machine(argument, root) for argument in arguments]
+    if "--dtype" not in arguments:
+        # vLLM would take the checkpoint's format, and computes bfloat16 on a CPU without it number by number.
+        arguments += ["--dtype", native_number_format()]
     # The last one wins: a container binds to every address, a process of this machine to loopback only.
     return [*_with_port(arguments, port), "--host", "127.0.0.1"]
 

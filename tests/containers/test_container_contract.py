@@ -107,9 +107,24 @@ def test_only_whole_container_paths_are_mapped(value: str, expected: str) -> Non
 
 
 def test_the_containers_port_is_a_port_of_this_machine_and_no_other_is() -> None:
-    arguments = server_arguments({"SM_VLLM_MODEL": "m", "SM_VLLM_PORT": "9000"}, Path("/r"), 4321)
+    environment = {"SM_VLLM_MODEL": "m", "SM_VLLM_PORT": "9000", "SM_VLLM_DTYPE": "auto"}
+    arguments = server_arguments(environment, Path("/r"), 4321)
     assert arguments[:2] == ["--port", "4321"]
     assert arguments[-4:] == ["--port", "9000", "--host", "127.0.0.1"]  # it would listen where nobody asks
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [({}, ["--dtype", "float32"]), ({"SM_VLLM_DTYPE": "bfloat16"}, ["--dtype", "bfloat16"])],
+)
+def test_without_a_number_format_it_is_this_machines_own(
+    environment: dict[str, str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("containers.local.container_contract.native_number_format", lambda: "float32")
+    arguments = server_arguments({"SM_VLLM_MODEL": "m", **environment}, Path("/r"), 4321)
+    assert arguments.count("--dtype") == 1
+    at = arguments.index("--dtype")
+    assert arguments[at : at + 2] == expected
 
 
 def test_whatever_host_is_asked_for_the_server_binds_to_loopback() -> None:

@@ -15,8 +15,9 @@ from drafter.answers import Answer
 from drafter.config import CandidateSettings, EvaluateSettings, PrepareSettings, SourceSettings
 from drafter.conversations import prepare
 from drafter.errors import CheckpointError, DataError, ServerError
-from drafter.evaluation import describe_machine, evaluate, identical_share
+from drafter.evaluation import evaluate, identical_share
 from drafter.held_out import choose_prompts
+from drafter.machine import describe_machine
 from drafter.measurement import SpeedTask, Variant, num_requests, speed_tasks, to_cell, variants
 from drafter.records import EvaluationReport
 from tests.waiting import wait_until

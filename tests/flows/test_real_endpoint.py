@@ -15,7 +15,7 @@ import pytest
 
 from flows.deploy_endpoint import deploy_endpoint
 from flows.roll_back_endpoint import roll_back_endpoint
-from tasks.endpoint_settings import EndpointRolledBack, RollBackSettings
+from tasks.endpoint_settings import EndpointRolledBack, RollBackSettings, RolloutSettings
 from tasks.promotion import read_version
 from tasks.settings import Places
 from tasks.version_record import VersionRecord
@@ -145,6 +145,16 @@ def test_a_scrambled_drafter_is_taken_back_by_its_acceptance(
     bad = endpoints.make("c", scrambled=True)
     with taken_back(endpoints, bad, "acceptance length"):
         endpoints.promote(bad)
+
+
+def test_a_slow_drafter_is_taken_back_by_its_latency(endpoints: RealEndpoints, second: VersionRecord) -> None:
+    bad = endpoints.make("h", num_idle_layers=96)
+    alarms = endpoints.alarms.model_copy(
+        update={"max_latency_ratio": 2.0, "evaluation_periods": 4, "datapoints": 2}
+    )
+    rollout = RolloutSettings(percent=50, wait_s=120, termination_wait_s=5, max_execution_s=900)
+    with taken_back(endpoints, bad, "latency over that of the fleet beside it"):
+        endpoints.promote(bad, alarms=alarms, rollout=rollout)
 
 
 def test_a_server_that_answers_no_ping_never_gets_a_request(
