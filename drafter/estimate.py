@@ -70,7 +70,7 @@ def estimate(settings: EstimateSettings) -> AcceptanceEstimate:
     if not states.record.greedy_answers:
         everything = torch.arange(target.vocab_size)
         full_head = build_teacher(
-            drafter.config, everything, TargetTensors(target.path), _number_format(), torch.device("cpu")
+            drafter.config, everything, TargetTensors(target.path), number_format(), torch.device("cpu")
         )
     walks: list[Walk] = []
     with track(len(states), "estimating", "conversations") as progress:
@@ -91,7 +91,7 @@ def estimate(settings: EstimateSettings) -> AcceptanceEstimate:
     return result
 
 
-def _number_format() -> torch.dtype:
+def number_format() -> torch.dtype:
     """What this machine computes fast in."""
     return torch.bfloat16 if native_number_format() == "bfloat16" else torch.float32
 
@@ -116,7 +116,7 @@ def walk_document(
         document.auxiliary,
         torch.from_numpy(starts),
         num_speculative_tokens,
-        StepOptions(dtype=_number_format()),
+        StepOptions(dtype=number_format()),
     ).numpy()
     truth = document.input_ids.numpy() if full_head is None else greedy_tokens(full_head, document)
     rows = {int(start): row for row, start in enumerate(starts)}

@@ -8,7 +8,8 @@ from drafter.config import DrafterSettings, GateThresholds, SourceSettings
 from drafter.machine import native_number_format
 from tasks.retrain_settings import RetrainSettings
 
-# A CPU that multiplies bfloat16 answers three times as fast and trains twice as fast as one that does not.
+# A CPU that multiplies bfloat16 answers three times as fast and trains twice as fast as one that does not, which
+# takes half an hour all the same.
 _IS_FAST = native_number_format() == "bfloat16"
 # Prompts that are used, chosen by hash. HumanEval is only measured with, never trained on.
 MAX_PROMPTS = {"python-stdlib": 1250 if _IS_FAST else 650, "humaneval": 48}

@@ -12,7 +12,15 @@ import torch
 from drafter.config import EstimateSettings
 from drafter.drafting import draft_answers
 from drafter.errors import DataError
-from drafter.estimate import answer_spans, estimate, greedy_tokens, summarize, walk_answer, walk_document
+from drafter.estimate import (
+    answer_spans,
+    estimate,
+    greedy_tokens,
+    number_format,
+    summarize,
+    walk_answer,
+    walk_document,
+)
 from drafter.export import load_exported_drafter
 from drafter.initialization import TargetTensors, build_teacher
 from drafter.model import Drafter
@@ -69,7 +77,7 @@ def test_walking_equals_decoding_step_by_step(
     drafter: Drafter, tiny_documents: list[Document], num_speculative_tokens: int
 ) -> None:
     """At each step only what a server knows then: the tokens so far and the states of all but the newest."""
-    options = StepOptions(dtype=torch.bfloat16)
+    options = StepOptions(dtype=number_format())
     for document in tiny_documents[:6]:
         ids = document.input_ids
         known = 10  # nine tokens of prompt, and the answer's first from the prefill

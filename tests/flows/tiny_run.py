@@ -43,7 +43,7 @@ def tiny_settings(conversations: Path, target: Path) -> dict[str, Any]:
             "max_answer_tokens": 16,
             "prompts_per_domain": 4,
             "requests_per_concurrency": 2,
-            "identity_dtypes": ["bfloat16"],
+            "identity_dtypes": ["auto"],
             "servers_at_once": 2,
         },
         "gate": {
