@@ -87,7 +87,13 @@ def vllm_environment(settings: ServerSettings, base: Mapping[str, str] | None = 
     )
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
     if (cores := _cores_to_compute_on()) is not None:
-        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
+        binding = environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
+        if binding == cores:
+            environment["OMP_NUM_THREADS"] = str(cores.count(",") + 1)
+        if binding in (cores, "nobind"):
+            # One worker on all cores has no cores of its own to be bound to: see fledge_vllm/quick_start.py.
+            environment["FLEDGE_VLLM_FORK"] = "1"
+            environment.setdefault("KMP_BLOCKTIME", "5")  # ms; vLLM's own value
     for name in [name for name in environment if name.lower() in ("http_proxy", "https_proxy", "all_proxy")]:
         environment.pop(name)  # everything these processes talk to is on this machine
     preload = [str(path) for path in _preloads(settings.python)]
