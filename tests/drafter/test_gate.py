@@ -157,7 +157,7 @@ def test_domain_that_was_not_measured_is_no_evidence() -> None:
 
 
 def test_concurrency_that_was_not_measured_is_no_evidence() -> None:
-    thresholds = THRESHOLDS.model_copy(update={"gated_concurrency": 8})
+    thresholds = THRESHOLDS.model_copy(update={"expected_concurrency": 8})
     assert decide_release(make_good_report(), "challenger", None, thresholds).outcome == "not_enough_evidence"
 
 
