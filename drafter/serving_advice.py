@@ -65,10 +65,15 @@ def advise_for(advice: ServingAdvice, expected_concurrency: int) -> ServingAdvic
 
 
 def derive_schedule(gains: Sequence[MeasuredGain]) -> BatchSizeSchedule:
-    """Drafts while they pay, none above; of the gains of one K. Empty: there is no switch between the two."""
-    limit, rows = _speculate_up_to(gains), _rows(gains)
-    if not limit or not any(_loses(row) for row in rows if row.concurrency > limit):
+    """Drafts up to the last load below the first at which they cost; of the gains of one K. Empty: no switch.
+
+    Loads at which they neither gain nor cost belong to the drafts: a batch without any still pays for a pass.
+    """
+    rows = _rows(gains)
+    costs = next((position for position, row in enumerate(rows) if _loses(row)), 0)
+    if not any(_wins(row) for row in rows[:costs]):
         return ()
+    limit = rows[costs - 1].concurrency
     return ((1, limit, rows[0].num_speculative_tokens), (limit + 1, rows[-1].concurrency, 0))
 
 
@@ -265,10 +270,11 @@ def _k_in_words(gains: Sequence[MeasuredGain]) -> str:
 
 def _above_in_words(above: Sequence[MeasuredGain], limit: int) -> str:
     first = above[0].concurrency
-    gap = "" if first == limit + 1 else f"; where between {limit} and {first} it turns was not measured"
-    if any(_loses(row) for row in above):
-        return f"Above {limit} do not speculate: {_at(above)}{gap}."
-    return f"Above {limit} it gains nothing: {_at(above)}{_hint_at_noise(above)}{gap}."
+    advice = "do not speculate" if any(_loses(row) for row in above) else "it gains nothing"
+    gap = (
+        "" if first == limit + 1 else f"; where between {limit} and {first} it stops paying was not measured"
+    )
+    return f"Above {limit} {advice}: {_at(above)}{_hint_at_noise(above)}{gap}."
 
 
 def _expectation_in_words(gains: Sequence[MeasuredGain], expected: int, level: int | None) -> str:

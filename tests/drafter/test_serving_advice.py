@@ -52,7 +52,7 @@ def ratios(*values: float) -> EvaluationReport:
         (ratios(0.9, 0.8), 0, "Do not speculate here: with K=3 0.90x at 1, 0.80x at 4."),
         (ratios(1.5), None, "K=3: 1.50x at 1, the only load measured."),
         (ratios(0.9), 0, "Do not speculate here: with K=3 0.90x at 1."),
-        (ratios(1.5, 0.8), 1, "where between 1 and 4 it turns was not measured."),
+        (ratios(1.5, 0.8), 1, "where between 1 and 4 it stops paying was not measured."),
         # A ratio within the noise is no gain, and no loss.
         (ratios(1.04), 0, "Do not speculate here: with K=3 1.04x at 1 (within 5% of 1 is no difference)."),
         (ratios(1.05), None, "K=3: 1.05x at 1"),
@@ -77,7 +77,7 @@ def test_the_switch_lies_at_the_lower_of_the_two_measured_loads() -> None:
     assert found.speculate_up_to_concurrency == 4
     assert found.sentence == (
         "K=3 up to 4 requests in flight: 1.55x at 1, 1.08x at 4. Above 4 do not speculate: 0.74x at 16; where "
-        "between 4 and 16 it turns was not measured. Whether vLLM's schedule by batch size does better than one K "
+        "between 4 and 16 it stops paying was not measured. Whether vLLM's schedule by batch size does better than one K "
         "was not measured."
     )
 
@@ -139,6 +139,13 @@ def test_a_schedule_is_measured_where_there_is_a_switch_and_nowhere_else() -> No
     assert schedules_to_measure(table({3: SWITCH}), "challenger", [DOMAIN]) == (SCHEDULE,)
     for report in (ratios(1.5, 1.2), ratios(0.9, 0.8), ratios(1.5), ratios(1.5, 1.02)):
         assert schedules_to_measure(report, "challenger", [DOMAIN]) == ()
+
+
+def test_a_schedule_drafts_as_long_as_that_costs_nothing() -> None:
+    """A batch without drafts still pays for the drafter's pass, so an even ratio is no reason to stop."""
+    even = ratios(1.4, 1.02, 0.7)
+    assert advice(even).speculate_up_to_concurrency == 1
+    assert schedules_to_measure(even, "challenger", [DOMAIN]) == (SCHEDULE,)
 
 
 def test_only_ks_that_are_the_fastest_somewhere_get_a_schedule() -> None:
