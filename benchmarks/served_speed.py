@@ -226,6 +226,7 @@ def _measure(
             concurrency=sizes.concurrency,
             prompts_per_domain=sizes.prompts_per_domain,
             full_grid_domains=tuple(domains),
+            measure_schedule=False,
             identity_dtypes=(),  # `python -m drafter evaluate` proves it; here only speed is asked for
             server=settings.server,
         )

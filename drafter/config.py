@@ -381,6 +381,11 @@ class EvaluateSettings(Settings):
     length_buckets_tokens: tuple[int, ...] = Field(
         default=(256, 1024, 4096), description="Upper edges of context-length buckets (prompt + answer)."
     )
+    measure_schedule: bool = Field(
+        default=True,
+        description="Where the drafter pays under little load and costs under more, measure one more server: one "
+        "that changes over by itself (vLLM's num_speculative_tokens_per_batch_size).",
+    )
     temperature: float = Field(default=0.0, ge=0, le=2, description="0 is greedy.")
     identity_dtypes: tuple[Literal["auto", "bfloat16", "float32"], ...] = Field(
         default=("auto", "float32"),
@@ -422,9 +427,14 @@ class GateThresholds(Settings):
     min_speedup: float = Field(
         default=1.05,
         gt=0,
-        description="Floor of output tokens/s over no speculation at the gated concurrency, at the best K.",
+        description="Floor of output tokens/s over no speculation at the expected concurrency, at the best K.",
     )
-    gated_concurrency: int = Field(default=1, ge=1, description="Concurrency at which the speed floor holds.")
+    expected_concurrency: int = Field(
+        default=1,
+        ge=1,
+        description="Requests that you expect in flight at once: K is chosen for that many, and the speed floor "
+        "holds there. Has to be among the concurrencies that are measured.",
+    )
     non_inferiority_margin: float = Field(
         default=0.05,
         ge=0,

@@ -1,7 +1,8 @@
 """Measure drafters inside vLLM, against serving without one. No torch here.
 
 Order of work: for each variant one server; its speed while nothing else works, then its answers. After that
-two servers in each further number format (usually float32) say whether greedy output is identical.
+two servers in each further number format (usually float32) say whether greedy output is identical. Where that
+shows that speculation pays under little load only, a server that changes over by itself is measured last.
 Everything finished is kept in `cells/`; `evaluation.json` is written last.
 """
 
@@ -25,6 +26,7 @@ from drafter.measurement import (
     Bench,
     SpeedTask,
     Variant,
+    full_grid_domains,
     identity_name,
     served_name,
     server_for,
@@ -34,8 +36,10 @@ from drafter.measurement import (
 from drafter.preflight import require_fit
 from drafter.progress import Progress, track
 from drafter.provenance import digest_of_drafter, digests_of, read_provenance, versions
-from drafter.records import Cell, DatasetRecord, EvaluationReport, PromptAcceptance
+from drafter.records import Cell, DatasetRecord, EvaluationReport, PromptAcceptance, ScheduledServing
+from drafter.report import default_candidate
 from drafter.serving import VllmServer, require_vllm_environment
+from drafter.serving_advice import schedules_to_measure
 from drafter.statistics import length_bucket, summarise
 from drafter.target import Target, load_target
 
@@ -67,8 +71,15 @@ def evaluate(settings: EvaluateSettings) -> EvaluationReport:
     prompts = choose_prompts(settings, window)
     bench = Bench(settings, prompts, base, drafters)
     tasks = speed_tasks(settings, list(prompts), dataset.train_domains)
-    _measure(bench, tasks, target.path)
-    report = _assemble(bench, tasks, target, dataset, digest, time.monotonic() - started_at)
+    total = len(variants(settings)) * (len(tasks) + 1) + len(_identity_passes(bench))
+    _measure(bench, _passes_left(bench, tasks), total, target.path)
+    report = _assemble(bench, tasks, target, dataset, digest)
+    report = report.model_copy(
+        update={
+            "scheduled": _measure_schedules(bench, tasks, report, target.path),
+            "elapsed_s": round(time.monotonic() - started_at, 1),
+        }
+    )
     report.save(settings.output / FILE_NAME)
     return report
 
@@ -157,14 +168,16 @@ def _passes_left(bench: Bench, tasks: Sequence[SpeedTask]) -> list[_Pass]:
     return [one for one in passes if one.num_units]
 
 
-def _measure(bench: Bench, tasks: Sequence[SpeedTask], target: Path) -> None:
+def _measure(bench: Bench, passes: list[_Pass], total: int, target: Path) -> None:
     """Run what is not finished yet: one server per pass, `servers_at_once` of them started together.
 
     Starting is the work of one core; nothing is measured before all that start together are ready.
+
+    Args:
+        passes: what is left.
+        total: units in all, the finished ones included.
     """
     settings = bench.settings
-    total = len(variants(settings)) * (len(tasks) + 1) + len(_identity_passes(bench))
-    passes = _passes_left(bench, tasks)
     with (
         track(total, "measuring in vLLM", "units") as progress,
         BenchmarkClient(settings.server, settings.output / "benchmarks") as client,
@@ -200,6 +213,37 @@ def _measure_on(
         progress.advance()
 
 
+def _measure_schedules(
+    bench: Bench, tasks: Sequence[SpeedTask], report: EvaluationReport, target: Path
+) -> tuple[ScheduledServing, ...]:
+    """Speed of the candidate with each schedule that follows from the cells, on the domains of the full grid."""
+    settings, name = bench.settings, default_candidate(report)
+    candidate = next((one for one in settings.candidates if one.name == name), None)
+    if candidate is None or not settings.measure_schedule:
+        return ()
+    domains = full_grid_domains(settings, list(bench.prompts), report.train_domains)
+    wanted = tuple(task for task in tasks if task.domain in domains)
+    scheduled = [
+        Variant(candidate, schedule[0][2], schedule)
+        for schedule in schedules_to_measure(report, candidate.name, domains)
+    ]
+    passes = []
+    for variant in scheduled:
+        missing = tuple(task for task in wanted if bench.speed(variant, task) is None)
+        if missing:
+            passes.append(_Pass(variant, settings.server.dtype, missing, None, (), greedy=False))
+    if passes:
+        _measure(bench, passes, len(scheduled) * len(wanted), target)
+    return tuple(
+        ScheduledServing(
+            drafter=candidate.name,
+            schedule=variant.schedule,
+            cells=tuple(_cells_of(bench, variant, wanted)),
+        )
+        for variant in scheduled
+    )
+
+
 def _identity_variants(settings: EvaluateSettings) -> tuple[Variant, ...]:
     """Each candidate at the largest K: the most drafted tokens, the most chances to differ."""
     largest = max(settings.num_speculative_tokens)
@@ -233,9 +277,8 @@ def _assemble(
     target: Target,
     dataset: DatasetRecord,
     digest: str,
-    elapsed_s: float,
 ) -> EvaluationReport:
-    """Put the finished units together."""
+    """Put the finished units together; schedules and the time it took are filled in by whoever asks."""
     settings = bench.settings
     prompts = tuple(_prompt_acceptance(bench))
     return EvaluationReport(
@@ -251,16 +294,20 @@ def _assemble(
         train_domains=dataset.train_domains,
         machine=describe_machine(),
         versions=versions(settings.server.python),
-        elapsed_s=round(elapsed_s, 1),
+        elapsed_s=0.0,
     )
 
 
 def _cells(bench: Bench, tasks: Sequence[SpeedTask]) -> Iterator[Cell]:
     for variant in variants(bench.settings):
-        for task in tasks:
-            unit = bench.speed(variant, task)
-            assert unit is not None, f"{variant.label} {task} was just measured"
-            yield unit.cell
+        yield from _cells_of(bench, variant, tasks)
+
+
+def _cells_of(bench: Bench, variant: Variant, tasks: Sequence[SpeedTask]) -> Iterator[Cell]:
+    for task in tasks:
+        unit = bench.speed(variant, task)
+        assert unit is not None, f"{variant.label} {task} was just measured"
+        yield unit.cell
 
 
 def _prompt_acceptance(bench: Bench) -> Iterator[PromptAcceptance]:

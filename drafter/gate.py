@@ -7,13 +7,13 @@ the threshold is unknown, not passed: more prompts would tell.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from drafter.config import GateThresholds
-from drafter.records import Cell, EvaluationReport, PromptAcceptance, ReleaseDecision
+from drafter.records import EvaluationReport, PromptAcceptance, ReleaseDecision, ServingAdvice
+from drafter.serving_advice import advise, ratio_to_plain, speed_of
 from drafter.statistics import acceptance_interval, bucket_order, paired_difference
 
 Verdict = Literal["failed", "unknown", "passed", "note"]
@@ -51,15 +51,17 @@ def decide_release(
         thresholds: floors, margin and how much evidence is needed.
 
     Returns:
-        The outcome, the reasons (failures first, then unknowns, passes and notes), and the K with the
-        highest output tokens/s at the gated concurrency.
+        The outcome, the reasons (failures first, then unknowns, passes and notes), and how to serve it; what
+        is judged is the K of that advice, at the concurrency that is expected.
     """
     domains = _gated_domains(candidate, thresholds)
-    k = _best_k(candidate, candidate_name, domains, thresholds.gated_concurrency)
+    expected = thresholds.expected_concurrency
+    advice = advise(candidate, candidate_name, domains, expected)
+    k = advice.num_speculative_tokens if any(one.concurrency == expected for one in advice.measured) else None
     findings = list(_identity(candidate, candidate_name, thresholds))
     if k is None:
         text = (
-            f"no speed of {candidate_name} at concurrency {thresholds.gated_concurrency} on "
+            f"no speed of {candidate_name} at concurrency {expected} on "
             f"{_join(domains) or 'any gated domain'}: evaluate it there."
         )
         findings.append(Finding("unknown", text))
@@ -72,10 +74,10 @@ def decide_release(
                     candidate, (candidate_name, champion_name), k, domain, thresholds
                 )
         findings += _notes(candidate, candidate_name, k, domains, thresholds)
-    return _conclude(findings, k)
+    return _conclude(findings, k, advice)
 
 
-def _conclude(findings: Sequence[Finding], k: int | None) -> ReleaseDecision:
+def _conclude(findings: Sequence[Finding], k: int | None, advice: ServingAdvice) -> ReleaseDecision:
     verdicts = {finding.verdict for finding in findings}
     outcome: Literal["approve", "reject", "not_enough_evidence"] = "approve"
     if "failed" in verdicts:
@@ -85,7 +87,7 @@ def _conclude(findings: Sequence[Finding], k: int | None) -> ReleaseDecision:
     order = list(LABELS)
     ordered = sorted(findings, key=lambda finding: order.index(finding.verdict))
     reasons = tuple(f"{LABELS[finding.verdict]}: {finding.text}" for finding in ordered)
-    return ReleaseDecision(outcome=outcome, reasons=reasons, num_speculative_tokens=k)
+    return ReleaseDecision(outcome=outcome, reasons=reasons, num_speculative_tokens=k, advice=advice)
 
 
 def _gated_domains(report: EvaluationReport, thresholds: GateThresholds) -> tuple[str, ...]:
@@ -97,38 +99,12 @@ def _gated_domains(report: EvaluationReport, thresholds: GateThresholds) -> tupl
 # --- speed ------------------------------------------------------------------------------------------
 
 
-def _speed_of(
-    report: EvaluationReport, drafter: str | None, k: int, domain: str, concurrency: int
-) -> float | None:
-    """Output tokens/s of a combination; None when it was not measured."""
-    for cell in report.cells:
-        found = (cell.drafter, cell.num_speculative_tokens, cell.domain, cell.concurrency)
-        if found == (drafter, k, domain, concurrency):
-            speed = cell.output_tokens_per_second
-            return speed if math.isfinite(speed) and speed > 0 else None
-    return None
-
-
-def _best_k(report: EvaluationReport, name: str, domains: Sequence[str], concurrency: int) -> int | None:
-    """K with the highest geometric mean of output tokens/s over the gated domains, all of them measured."""
-    best, best_score = None, -math.inf
-    for k in sorted({cell.num_speculative_tokens for cell in report.cells if cell.drafter == name}):
-        speeds = [_speed_of(report, name, k, domain, concurrency) for domain in domains]
-        known = [speed for speed in speeds if speed is not None]
-        if not known or len(known) < len(speeds):
-            continue
-        score = sum(math.log(speed) for speed in known) / len(known)
-        if score > best_score:
-            best, best_score = k, score
-    return best
-
-
 def _speed(
     report: EvaluationReport, name: str, k: int, domain: str, thresholds: GateThresholds
 ) -> Iterator[Finding]:
-    concurrency = thresholds.gated_concurrency
-    plain = _speed_of(report, None, 0, domain, concurrency)
-    drafted = _speed_of(report, name, k, domain, concurrency)
+    concurrency = thresholds.expected_concurrency
+    plain = speed_of(report.cells, None, 0, domain, concurrency)
+    drafted = speed_of(report.cells, name, k, domain, concurrency)
     if plain is None or drafted is None:
         yield Finding(
             "unknown",
@@ -243,7 +219,7 @@ def _notes(
     for cell in report.cells:
         if (cell.drafter, cell.num_speculative_tokens) != (name, k):
             continue
-        if cell.domain in domains and cell.concurrency == thresholds.gated_concurrency:
+        if cell.domain in domains and cell.concurrency == thresholds.expected_concurrency:
             continue
         ratio = ratio_to_plain(report, cell)
         if ratio is not None and ratio < 1.0:
@@ -251,12 +227,6 @@ def _notes(
                 "note",
                 f"at concurrency {cell.concurrency} on {cell.domain}, K={k} is slower than no speculation ({ratio:.2f}x).",
             )
-
-
-def ratio_to_plain(report: EvaluationReport, cell: Cell) -> float | None:
-    """Output tokens/s of a cell over those without a drafter at the same domain and concurrency."""
-    plain = _speed_of(report, None, 0, cell.domain, cell.concurrency)
-    return cell.output_tokens_per_second / plain if plain else None
 
 
 def _join(names: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ from drafter.config import CandidateSettings, EvaluateSettings, ServerSettings
 from drafter.errors import DataError
 from drafter.files import digest_of
 from drafter.held_out import HeldOutPrompt
-from drafter.records import Cell, Record
+from drafter.records import BatchSizeSchedule, Cell, Record
 from drafter.serving import VllmServer, speculative_arguments
 
 UnitType = TypeVar("UnitType", "SpeedUnit", "AnswersUnit")
@@ -31,22 +31,28 @@ _SERVER_ARGUMENTS = ("--no-enable-prefix-caching",)
 
 @dataclass(frozen=True)
 class Variant:
-    """No speculation (no candidate, K=0), or a drafter at one K."""
+    """No speculation (no candidate, K=0), or a drafter at one K, or at that K and none by batch size."""
 
     candidate: CandidateSettings | None
     num_speculative_tokens: int
+    schedule: BatchSizeSchedule = ()
 
     @property
     def label(self) -> str:
-        """Part of file names: `none`, `challenger-k3`."""
-        return "none" if self.candidate is None else f"{self.candidate.name}-k{self.num_speculative_tokens}"
+        """Part of file names: `none`, `challenger-k3`, `challenger-k3-scheduled`."""
+        if self.candidate is None:
+            return "none"
+        scheduled = "-scheduled" if self.schedule else ""
+        return f"{self.candidate.name}-k{self.num_speculative_tokens}{scheduled}"
 
     def server_arguments(self) -> tuple[str, ...]:
         """vLLM's arguments for this variant."""
         if self.candidate is None:
             return _SERVER_ARGUMENTS
         candidate = self.candidate
-        drafting = speculative_arguments(candidate.path, self.num_speculative_tokens, candidate.speculation)
+        drafting = speculative_arguments(
+            candidate.path, self.num_speculative_tokens, candidate.speculation, self.schedule
+        )
         return (*_SERVER_ARGUMENTS, *drafting, *PER_REQUEST_ACCEPTANCE)
 
 
@@ -85,10 +91,18 @@ def speed_tasks(
 ) -> tuple[SpeedTask, ...]:
     """Every concurrency for the domains that get the full grid, the lowest one for the others."""
     levels = sorted(set(settings.concurrency))
-    full = set(settings.full_grid_domains or train_domains) & set(domains) or set(domains)
+    full = full_grid_domains(settings, domains, train_domains)
     return tuple(
         SpeedTask(one, level) for one in domains for level in (levels if one in full else levels[:1])
     )
+
+
+def full_grid_domains(
+    settings: EvaluateSettings, domains: Sequence[str], train_domains: Sequence[str]
+) -> tuple[str, ...]:
+    """Domains that are measured at every concurrency: those asked for, else those that trained, else all."""
+    wanted = settings.full_grid_domains or train_domains
+    return tuple(one for one in domains if one in wanted) or tuple(domains)
 
 
 def num_requests(settings: EvaluateSettings, concurrency: int) -> int:
@@ -122,6 +136,7 @@ class Bench:
         if candidate is not None:
             kind, k = candidate.speculation, variant.num_speculative_tokens
             drafter = [candidate.name, self.drafter_digests[candidate.name], kind, k]
+            drafter += [variant.schedule] if variant.schedule else []
         return digest_of([self.base, drafter, list(extra)])
 
     def find(self, kind: type[UnitType], name: str, key: str) -> UnitType | None:

@@ -198,6 +198,18 @@ class AcceptanceSummary(Record):
     upper: float
 
 
+# vLLM's `num_speculative_tokens_per_batch_size`: (first batch size, last one, K), both inclusive.
+BatchSizeSchedule = tuple[tuple[int, int, int], ...]
+
+
+class ScheduledServing(Record):
+    """What a server measured that chooses K, or none, by the number of requests in its batch."""
+
+    drafter: str
+    schedule: BatchSizeSchedule
+    cells: tuple[Cell, ...]
+
+
 class EvaluationReport(Record):
     """`evaluation.json`: everything that was measured."""
 
@@ -207,6 +219,9 @@ class EvaluationReport(Record):
     dataset_digest: str
     drafters: dict[str, str] = Field(description="Candidate's name -> digest of its files.")
     cells: tuple[Cell, ...]
+    scheduled: tuple[ScheduledServing, ...] = Field(
+        default=(), description="Servers with a batch-size schedule; kept apart from the cells of one K each."
+    )
     prompts: tuple[PromptAcceptance, ...]
     acceptance: tuple[AcceptanceSummary, ...]
     greedy_identical_share: dict[str, dict[str, float]] = Field(
@@ -218,14 +233,55 @@ class EvaluationReport(Record):
     elapsed_s: float
 
 
+class MeasuredGain(Record):
+    """Speed at one K and concurrency: the geometric mean over the domains that count."""
+
+    num_speculative_tokens: int
+    concurrency: int
+    output_tokens_per_second: float
+    ratio: float | None = Field(description="Over no speculation; None: that was not measured.")
+
+
+class MeasuredSchedule(Record):
+    """A batch-size schedule that was measured."""
+
+    schedule: BatchSizeSchedule
+    gains: tuple[MeasuredGain, ...] = Field(description="One a concurrency; K is the schedule's largest.")
+
+
+class ServingAdvice(Record):
+    """How to serve a drafter, and what that rests on. Made by `drafter/serving_advice.py` alone."""
+
+    expected_concurrency: int = Field(description="Requests in flight that K is chosen for.")
+    num_speculative_tokens: int | None = Field(
+        description="K with the most output tokens/s there; None: no K was measured."
+    )
+    speculate_up_to_concurrency: int | None = Field(
+        description="Highest measured concurrency at which that K is clearly faster than no speculation, and at "
+        "no lower one clearly slower. None: at all measured ones; 0: at none."
+    )
+    schedule: BatchSizeSchedule = Field(
+        default=(),
+        description="vLLM's num_speculative_tokens_per_batch_size, where it measured better than K alone; empty: "
+        "serve with K alone.",
+    )
+    sentence: str = Field(description="All of this in words.")
+    measured: tuple[MeasuredGain, ...] = Field(description="Every K at every concurrency.")
+    scheduled: tuple[MeasuredSchedule, ...] = Field(
+        default=(), description="Every schedule that was measured."
+    )
+    vllm_version: str = Field(default="", description="Version of vLLM that measured.")
+
+
 class ReleaseDecision(Record):
-    """What the gate decided and why."""
+    """What the gate decided and why, and how to serve what it judged."""
 
     outcome: Literal["approve", "reject", "not_enough_evidence"]
     reasons: tuple[str, ...]
     num_speculative_tokens: int | None = Field(
-        default=None, description="K that measured best at the gated concurrency."
+        default=None, description="K that was judged: the advice's; None: no speed at that concurrency."
     )
+    advice: ServingAdvice | None = Field(default=None, description="How to serve it; None: not decided yet.")
 
     @property
     def approved(self) -> bool:

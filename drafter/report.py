@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from drafter.files import write_text_atomically
-from drafter.gate import LABELS, ratio_to_plain
+from drafter.gate import LABELS
 from drafter.metrics import read_metrics
 from drafter.records import AcceptanceSummary, Cell, EvaluationReport, ReleaseDecision
+from drafter.serving_advice import NOISE, ratio_to_plain
 from drafter.statistics import ALL_LENGTHS
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -20,8 +21,6 @@ _OUTCOMES = {
     "reject": ("Rejected", "The challenger must not be released."),
     "not_enough_evidence": ("Not enough evidence", "What was measured does not carry a decision either way."),
 }
-# A ratio above this counts as a gain; between 1 and it lies noise.
-_CLEAR_GAIN = 1.05
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Speed:
         """`bad` where speculation loses, `good` where it clearly gains."""
         if self.ratio is None:
             return ""
-        return "bad" if self.ratio < 1 else "good" if self.ratio >= _CLEAR_GAIN else "even"
+        return "bad" if self.ratio < 1 else "good" if self.ratio >= 1 + NOISE else "even"
 
 
 @dataclass(frozen=True)
@@ -112,6 +111,7 @@ def write_report(
         outcome_key=decision.outcome,
         meaning=meaning,
         reasons=_reasons(decision),
+        advice=decision.advice,
         headlines=tuple(_headlines(evaluation, decision, name)),
         tables=tuple(_speed_tables(evaluation, name)),
         buckets=[one for one in evaluation.acceptance if one.length_bucket != ALL_LENGTHS],
@@ -138,10 +138,11 @@ def report_as_json(
     provenance: Mapping[str, Any],
     candidate: str | None = None,
 ) -> dict[str, Any]:
-    """The evaluation for scripts: decision, registry URI, cells, identity per number format, provenance."""
+    """The evaluation for scripts: decision, serving advice, registry URI, cells, identity, provenance."""
     name = candidate or default_candidate(evaluation)
     return {
-        "decision": decision.model_dump(mode="json"),
+        "decision": decision.model_dump(mode="json", exclude={"advice"}),
+        "serving_advice": decision.advice and decision.advice.model_dump(mode="json"),
         "registry_uri": registry_uri,
         "candidate": name,
         "cells": [cell.model_dump(mode="json") for cell in evaluation.cells],

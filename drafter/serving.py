@@ -27,6 +27,7 @@ from typing import Any, Literal, Self
 from drafter.config import ServerSettings
 from drafter.errors import ServerError
 from drafter.process_guard import GRACE_S
+from drafter.records import BatchSizeSchedule
 
 logger = logging.getLogger(__name__)
 
@@ -40,23 +41,43 @@ _FEW_CORES = 8
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def speculative_arguments(
-    drafter: Path, num_speculative_tokens: int, kind: Literal["peagle", "eagle3"] = "peagle"
-) -> tuple[str, ...]:
-    """Command-line arguments that make the server draft with an exported drafter.
+def speculative_config(
+    model: str,
+    num_speculative_tokens: int,
+    kind: Literal["peagle", "eagle3"] = "peagle",
+    schedule: BatchSizeSchedule = (),
+) -> dict[str, Any]:
+    """vLLM's speculative config for an exported drafter.
 
     `peagle` guesses all K tokens in one forward pass of the drafter, `eagle3` one after the other.
     Both run the same checkpoint format (vLLM calls both "eagle3").
+
+    Args:
+        model: the drafter's directory, as the server sees it.
+        schedule: K by batch size; empty: always K.
     """
     if num_speculative_tokens < 1:
         raise ValueError(f"num_speculative_tokens is {num_speculative_tokens}; speculation needs at least 1")
     config: dict[str, Any] = {
-        "model": str(drafter.absolute()),
+        "model": model,
         "method": "eagle3",
         "num_speculative_tokens": num_speculative_tokens,
     }
     if kind == "peagle":
         config["parallel_drafting"] = True
+    if schedule:
+        config["num_speculative_tokens_per_batch_size"] = [list(entry) for entry in schedule]
+    return config
+
+
+def speculative_arguments(
+    drafter: Path,
+    num_speculative_tokens: int,
+    kind: Literal["peagle", "eagle3"] = "peagle",
+    schedule: BatchSizeSchedule = (),
+) -> tuple[str, ...]:
+    """Command-line arguments that make the server draft with an exported drafter on this machine."""
+    config = speculative_config(str(drafter.absolute()), num_speculative_tokens, kind, schedule)
     return ("--speculative-config", json.dumps(config))
 
 

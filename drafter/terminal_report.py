@@ -43,13 +43,15 @@ def evaluation_tables(report: EvaluationReport) -> RenderableType:
 
 
 def decision_text(decision: ReleaseDecision) -> Text:
-    """Outcome and reasons, one a line."""
+    """Outcome and reasons, one a line, and how to serve it."""
     name, style = OUTCOMES[decision.outcome]
     text = Text("decision: ").append(name, style=style)
     if decision.num_speculative_tokens is not None:
         text.append(f", K={decision.num_speculative_tokens} measured best")
     for reason in decision.reasons:
         text.append(f"\n  - {reason}")
+    if decision.advice is not None:
+        text.append("\nserving: ", style="bold").append(decision.advice.sentence)
     return text
 
 

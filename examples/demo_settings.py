@@ -47,6 +47,7 @@ def demo_settings(target: Path, conversations: dict[str, Path]) -> RetrainSettin
             "prompts_per_domain": 16,
             "requests_per_concurrency": 6,
             "servers_at_once": 2,
+            "measure_schedule": False,  # one more server, two minutes
         },
         gate=GateThresholds(min_acceptance_length=1.5, min_speedup=1.05),
     )

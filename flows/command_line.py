@@ -184,7 +184,9 @@ VERBS = (
         ReportChoice,
         run_report,
         "Show what a run measured and decided.\n\n"
-        "With --json: decision, registry_uri, cells, greedy_identical_share and provenance, for scripts.",
+        "With --json, for scripts: decision, serving_advice (expected_concurrency, num_speculative_tokens,\n"
+        "speculate_up_to_concurrency, schedule, sentence, what was measured), registry_uri, cells,\n"
+        "greedy_identical_share and provenance.",
         ("fledge report", "fledge report 3 --json"),
         show=show_run,
         as_plain=plain_report,

@@ -51,6 +51,8 @@ def show_card(card: ModelCard) -> None:
     out.print(table)
     out.print("\n[bold]What its drafter's server is told[/] (SM_VLLM_SPECULATIVE_CONFIG, word for word)")
     out.print(card.environment["SM_VLLM_SPECULATIVE_CONFIG"], highlight=False, soft_wrap=True, markup=False)
+    if card.advice:
+        out.print(card.advice, highlight=False, markup=False)
     out.print(
         f"The drafter's files lie in the channel `{card.channel}`: "
         f"/opt/ml/additional-model-data-sources/{card.channel} in the container."

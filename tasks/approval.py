@@ -33,7 +33,7 @@ from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelled
 from pydantic import Field, create_model
 
-from drafter.records import Record
+from drafter.records import Record, ServingAdvice
 from tasks.logs import flow_logger
 from tasks.promote_settings import ApprovalAnswer, PromoteSettings
 from tasks.promotion import PromotionError, read_version, record_approval, require_gate_passed
@@ -56,6 +56,7 @@ class Shown(Record):
     evaluation_digest: str
     decision: str
     num_speculative_tokens: int | None
+    advice: ServingAdvice | None = None
     champion: str | None
     expires_at: datetime
 
@@ -85,6 +86,7 @@ def show_version(settings: PromoteSettings) -> Shown:
         evaluation_digest=version.evaluation_digest,
         decision=version.decision,
         num_speculative_tokens=version.num_speculative_tokens,
+        advice=version.advice,
         champion=version.champion,
         expires_at=datetime.now(UTC) + timedelta(seconds=settings.expires_after_s),
     )
@@ -149,12 +151,17 @@ def differences(shown: Shown, now: VersionRecord) -> tuple[str, ...]:
         "evaluation_digest": "the evaluation's digest",
         "decision": "the gate's decision",
         "num_speculative_tokens": "the chosen K",
+        "advice": "the advice how to serve it",
     }
     return tuple(
-        f"{label} was {before or 'none'} when the form was shown and is {after or 'none'} now"
+        f"{label} was {_said(before)} when the form was shown and is {_said(after)} now"
         for field, label in labels.items()
         if (before := getattr(shown, field)) != (after := getattr(now, field))
     )
+
+
+def _said(value: object) -> object:
+    return value.sentence if isinstance(value, ServingAdvice) else value or "none"
 
 
 def approval_of(answer: ApprovalAnswer, shown: Shown, flow_run_id: str) -> Approval:

@@ -7,6 +7,7 @@ from datetime import datetime
 from tasks.catalogue import find_entry
 from tasks.endpoint_settings import DeploySettings
 from tasks.settings import Places
+from tasks.speculation import Speculation, choose_speculation
 from tasks.version_record import MeasuredAcceptance, MeasuredSpeed, VersionRecord
 
 
@@ -20,6 +21,7 @@ def approval_text(version: VersionRecord, deployment: DeploySettings | None, exp
         f"### Put version {version.version} of {version.name} into production?",
         " ".join([_champion_line(version), *_rollback_line(version), _links(version)]),
         *_tables(version),
+        *([f"**How to serve it.** {version.advice.sentence}"] if version.advice else []),
         "**After an approval**",
         _what_follows(version, deployment),
         "**What the gate found**",
@@ -81,7 +83,7 @@ def _what_follows(version: VersionRecord, deployment: DeploySettings | None) -> 
     if deployment is None:
         return "The approval is recorded and nothing is deployed; `deploy-endpoint` may follow at any time."
     entry, rollout = find_entry(deployment.model), deployment.rollout
-    k = deployment.chosen_num_speculative_tokens or version.num_speculative_tokens
+    speculation = choose_speculation(deployment, version, entry)
     machine = deployment.instance_type or entry.instance_types[0]
     count = deployment.instance_count or entry.instance_count
     price = entry.usd_per_hour(machine, Places().region)
@@ -94,11 +96,21 @@ def _what_follows(version: VersionRecord, deployment: DeploySettings | None) -> 
     return "\n".join(
         [
             f"- endpoint `{deployment.endpoint_name}`, model `{deployment.model}`, on {count} x {machine}, {costs}",
-            f"- K={k}, drafted in parallel",
+            f"- {_speculation(speculation)}",
             f"- where the endpoint serves already: {moves}",
             "- once it has taken all traffic, this version becomes `champion`",
         ]
     )
+
+
+def _speculation(speculation: Speculation) -> str:
+    words = f"K={speculation.num_speculative_tokens}, drafted in parallel"
+    if speculation.schedule:
+        ranges = [
+            f"{drafted or 'none'} for {first} to {last}" for first, last, drafted in speculation.schedule
+        ]
+        words += f", by requests in the batch: {', '.join(ranges)}"
+    return f"{words}; {speculation.note}" if speculation.note else words
 
 
 def _links(version: VersionRecord) -> str:

@@ -14,13 +14,14 @@ from pydantic import Field
 
 from drafter.files import digest_of
 from drafter.records import Record
+from drafter.serving import speculative_config
 from tasks.build_rollout import METRICS as METRICS
 from tasks.build_rollout import VARIANT as VARIANT
 from tasks.build_rollout import build_alarms, build_deployment
 from tasks.catalogue import CatalogueEntry
-from tasks.check_drafter import choose_k
 from tasks.endpoint_settings import DeploySettings, EndpointError
 from tasks.service_model import problems, validation_message
+from tasks.speculation import Speculation, choose_speculation
 from tasks.version_record import VersionRecord
 
 CHANNEL = "eagle"
@@ -66,7 +67,11 @@ class EndpointPlan(Record):
 
 
 def build_environment(
-    settings: DeploySettings, entry: CatalogueEntry, served_name: str, k: int, target_uri: str | None
+    settings: DeploySettings,
+    entry: CatalogueEntry,
+    served_name: str,
+    speculation: Speculation,
+    target_uri: str | None,
 ) -> dict[str, str]:
     """The container's environment: the catalogue's, then the settings', then what speculation needs.
 
@@ -85,12 +90,9 @@ def build_environment(
         environment.setdefault("SM_VLLM_MODEL", entry.hugging_face_id or "")
     environment |= {
         "SM_VLLM_SPECULATIVE_CONFIG": json.dumps(
-            {
-                "model": CHANNEL_PATH,
-                "method": "eagle3",
-                "num_speculative_tokens": k,
-                "parallel_drafting": True,
-            }
+            speculative_config(
+                CHANNEL_PATH, speculation.num_speculative_tokens, schedule=speculation.schedule
+            )
         ),
         # Answers carry the first name, which tells fleets apart; clients may go on asking for the second.
         "SM_VLLM_SERVED_MODEL_NAME": json.dumps([served_name, settings.model]),
@@ -135,10 +137,10 @@ def build_plan(
     Raises:
         EndpointError: what botocore's model, SageMaker's limits or the catalogue do not allow.
     """
-    k = choose_k(settings, version, entry)
-    served_name = _served_name(settings, entry, version, sources, image, instance_type, k)
+    speculation = choose_speculation(settings, version, entry)
+    served_name = _served_name(settings, entry, version, sources, image, instance_type, speculation)
     tags = _tags(settings, version, served_name, flow_run)
-    model = _create_model(settings, entry, served_name, sources, image, k)
+    model = _create_model(settings, entry, served_name, sources, image, speculation)
     model_name = f"{settings.endpoint_name}-v{version.version}-{digest_of(model)[:8]}"
     config = _create_config(settings, entry, sources, model_name, instance_type)
     config_name = f"{settings.endpoint_name}-v{version.version}-{digest_of(config)[:8]}"
@@ -149,7 +151,7 @@ def build_plan(
         version=version.version,
         model=settings.model,
         served_name=served_name,
-        num_speculative_tokens=k,
+        num_speculative_tokens=speculation.num_speculative_tokens,
         instance_type=instance_type,
         model_name=model_name,
         config_name=config_name,
@@ -175,14 +177,14 @@ def _served_name(
     sources: Sources,
     image: str,
     instance_type: str,
-    k: int,
+    speculation: Speculation,
 ) -> str:
     """The version's name and a digest of everything else that makes the fleet.
 
     A version that is deployed again with other settings stands beside itself: probes, alarms and the monitor
     tell the two fleets apart by this name.
     """
-    model = _create_model(settings, entry, version.served_name, sources, image, k)
+    model = _create_model(settings, entry, version.served_name, sources, image, speculation)
     config = _create_config(settings, entry, sources, version.served_name, instance_type)
     return f"{version.served_name}-{digest_of([model, config])[:6]}"
 
@@ -193,7 +195,7 @@ def _create_model(
     served_name: str,
     sources: Sources,
     image: str,
-    k: int,
+    speculation: Speculation,
 ) -> dict[str, Any]:
     if sources.target_uri is None and (entry.network_isolation or not entry.hugging_face_id):
         raise EndpointError(
@@ -202,7 +204,7 @@ def _create_model(
     container: dict[str, Any] = {
         "Image": image,
         "AdditionalModelDataSources": [{"ChannelName": CHANNEL, **_s3_prefix(sources.drafter_uri)}],
-        "Environment": build_environment(settings, entry, served_name, k, sources.target_uri),
+        "Environment": build_environment(settings, entry, served_name, speculation, sources.target_uri),
     }
     if sources.target_uri is not None:
         container["ModelDataSource"] = _s3_prefix(sources.target_uri)

@@ -7,18 +7,9 @@ from typing import Any
 
 from drafter.provenance import Provenance
 from tasks.catalogue import CatalogueEntry
-from tasks.endpoint_settings import DeploySettings, EndpointError
-from tasks.version_record import VersionRecord
+from tasks.endpoint_settings import EndpointError
 
 _IMAGES_WITHOUT_SM_VLLM = ("djl-inference", "-lmi", "tgi", "sglang", "tritonserver")
-
-
-def choose_k(settings: DeploySettings, version: VersionRecord, entry: CatalogueEntry) -> int:
-    """K of this deployment: the settings', else what evaluation chose, else the catalogue's."""
-    given = settings.chosen_num_speculative_tokens
-    if given is not None:
-        return given
-    return version.num_speculative_tokens or entry.num_speculative_tokens
 
 
 def check_drafter(

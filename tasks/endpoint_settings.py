@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from drafter.config import Settings
 from drafter.errors import FledgeError
-from drafter.records import Record
+from drafter.records import BatchSizeSchedule, Record
 
 ENDPOINT_NAME = r"^[a-zA-Z0-9](-*[a-zA-Z0-9]){0,39}$"  # SageMaker's 63, less what config names add to it
 MAX_ALARMS = 10
@@ -165,8 +165,19 @@ class DeploySettings(Settings):
         default=None, description="Tried in turn where AWS has no capacity; None: the catalogue's."
     )
     instance_count: int | None = Field(default=None, ge=1, description="Instances; None: the catalogue's.")
+    expected_concurrency: int | None = Field(
+        default=None,
+        ge=1,
+        description="Requests in flight that you expect here, for which K is looked up in what the version's "
+        "evaluation measured; None: as many as its evaluation expected.",
+    )
     num_speculative_tokens: int | None = Field(
-        default=None, description="K; None: what the version's evaluation chose."
+        default=None, description="K; None: what the version's evaluation advises."
+    )
+    num_speculative_tokens_per_batch_size: BatchSizeSchedule | None = Field(
+        default=None,
+        description="K by batch size, as vLLM takes it: [[first, last, K], ...], K being that above, or 0. "
+        "None: the version's, if one measured better than K alone; []: none.",
     )
     parallel_drafting_spec: ParallelDraftingSpec | None = Field(
         default=None, description="Short form of the drafting settings; excludes num_speculative_tokens."

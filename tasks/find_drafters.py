@@ -29,6 +29,7 @@ FINGERPRINT_TAG = "fledge.fingerprint"
 ATTEMPT_TAG = "fledge.attempt"
 TARGET_TAG = "fledge.target_fingerprint"
 DIGEST_TAG = "fledge.drafter_digest"
+ADVICE_TAG = "fledge.serving_advice"
 Alias = Literal["challenger", "champion"]
 
 

@@ -55,9 +55,9 @@ def decision_markdown(
     lines += [f"- {reason}" for reason in decision.reasons]
     lines += ["", *_speed_table(evaluation), "", f"Report: <{report}>", ""]
     if decision.approved:
-        lines += [
-            f"It is `challenger` now. Serve it with `num_speculative_tokens={decision.num_speculative_tokens}`."
-        ]
+        lines += ["It is `challenger` now."]
+    if decision.advice is not None:
+        lines += [f"How to serve it: {decision.advice.sentence}"]
     return "\n".join(lines)
 
 

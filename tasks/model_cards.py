@@ -12,6 +12,7 @@ from tasks.build_endpoint import CHANNEL, build_environment
 from tasks.catalogue import CatalogueEntry, find_entry, read_catalogue
 from tasks.endpoint_settings import DeploySettings
 from tasks.settings import Places
+from tasks.speculation import choose_speculation
 
 
 class ModelCard(Record):
@@ -22,6 +23,7 @@ class ModelCard(Record):
     channel: str = Field(description="Channel of the model data that holds the drafter.")
     served_name: str = Field(description="What answers will carry.")
     speculative_config: dict[str, Any] = Field(description="SM_VLLM_SPECULATIVE_CONFIG, parsed.")
+    advice: str | None = Field(description="How the named version is to be served; None: nothing is known.")
     environment: dict[str, str] = Field(description="The container's environment, word for word.")
     usd_per_hour: float | None = Field(description="Default instances of one fleet; None: no price is known.")
 
@@ -44,16 +46,17 @@ def model_card(
 
 
 def _card(places: Places, name: str, entry: CatalogueEntry, version: str | None, k: int | None) -> ModelCard:
-    served_name = f"{places.model_name}-vVERSION"
+    served_name, record = f"{places.model_name}-vVERSION", None
     if version is not None:
         from tasks.promotion import read_version  # here, because MLflow takes 7 s
 
         record = read_version(version)
-        served_name, k = record.served_name, k or record.num_speculative_tokens
-    settings = DeploySettings(model=name)
+        served_name = record.served_name
+    settings = DeploySettings(model=name, num_speculative_tokens=k)
+    speculation = choose_speculation(settings, record, entry)
     # Where the target's files are does not change the environment, only that they are in S3.
     in_s3 = "s3://" if entry.target or entry.jumpstart_id or entry.network_isolation else None
-    environment = build_environment(settings, entry, served_name, k or entry.num_speculative_tokens, in_s3)
+    environment = build_environment(settings, entry, served_name, speculation, in_s3)
     price = entry.usd_per_hour(entry.instance_types[0], places.region)
     return ModelCard(
         name=name,
@@ -61,6 +64,7 @@ def _card(places: Places, name: str, entry: CatalogueEntry, version: str | None,
         channel=CHANNEL,
         served_name=served_name,
         speculative_config=json.loads(environment["SM_VLLM_SPECULATIVE_CONFIG"]),
+        advice=" ".join(filter(None, (speculation.advice, speculation.note))) or None,
         environment=environment,
         usd_per_hour=None if price is None else price * entry.instance_count,
     )

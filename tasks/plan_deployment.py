@@ -19,12 +19,14 @@ from tasks.aws import Aws, connect_aws, may_pass, require_bucket, require_role
 from tasks.build_endpoint import EndpointPlan, Sources, build_plan
 from tasks.build_rollout import floor_of
 from tasks.catalogue import CatalogueEntry, find_entry, jumpstart_target, local_target, resolve_image
-from tasks.check_drafter import check_drafter, check_hardware, choose_k
+from tasks.check_drafter import check_drafter, check_hardware
 from tasks.endpoint_settings import DeploySettings
 from tasks.find_drafters import RegisteredDrafter
+from tasks.logs import flow_logger
 from tasks.probe import ProbePrompts, choose_prompts
 from tasks.promotion import require_approved
 from tasks.settings import Places
+from tasks.speculation import choose_speculation
 from tasks.upload_drafter import drafter_prefix, target_prefix
 from tasks.version_record import VersionRecord
 
@@ -82,7 +84,10 @@ def plan_deployment(
         AwsError: no role, bucket, region or permission.
     """
     places, entry = Places(), find_entry(settings.model)
-    drafter, k = Path(registered.drafter.path), choose_k(settings, version, entry)
+    drafter, speculation = Path(registered.drafter.path), choose_speculation(settings, version, entry)
+    for words in filter(None, (speculation.advice, speculation.note)):
+        flow_logger().info("%s", words)
+    k = speculation.num_speculative_tokens
     target = local_target(entry, places) if settings.target_uri is None else None
     check_drafter(
         read_provenance(drafter),

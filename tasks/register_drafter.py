@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from drafter.gate import ratio_to_plain
 from drafter.records import DrafterRecord, EvaluationReport, Record, ReleaseDecision
+from drafter.serving_advice import ratio_to_plain
 from tasks.find_drafters import (
+    ADVICE_TAG,
     ATTEMPT_TAG,
     DIGEST_TAG,
     FINGERPRINT_TAG,
@@ -159,7 +160,9 @@ def _tags(candidate: Candidate) -> dict[str, str]:
     tags["fledge.train_domains"] = ",".join(evaluation.train_domains)
     tags["fledge.report"] = Path(evaluation.path).resolve() / "report.html"
     tags |= _measured_acceptance(evaluation) | _measured_speed(evaluation)
-    return {name: str(value)[:MAX_TAG_LENGTH] for name, value in tags.items()}
+    short = {name: str(value)[:MAX_TAG_LENGTH] for name, value in tags.items()}
+    # Whole: cut off, it could not be read back.
+    return short | ({ADVICE_TAG: decision.advice.model_dump_json()} if decision.advice else {})
 
 
 # How a figure's tag begins, by the drafter it is of: the version itself, and the champion beside it.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, create_model
+from pydantic import Field, create_model, model_validator
 
 from drafter.config import (
     DrafterSettings,
@@ -169,3 +169,13 @@ class RetrainSettings(Settings):
     server: ServerChoices = Field(
         default_factory=ServerChoices, description="How vLLM servers are started on this machine."
     )
+
+    @model_validator(mode="after")
+    def _measured_where_it_is_judged(self) -> RetrainSettings:
+        expected, measured = self.gate.expected_concurrency, self.evaluation.concurrency
+        if expected not in measured:
+            raise ValueError(
+                f"gate.expected_concurrency is {expected}, and evaluation.concurrency is {list(measured)}: nothing "
+                f"would be known where the gate judges; add {expected} to it"
+            )
+        return self

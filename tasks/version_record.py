@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from drafter.records import Record
-from tasks.find_drafters import DIGEST_TAG, TARGET_TAG
+from drafter.records import Record, ServingAdvice
+from tasks.find_drafters import ADVICE_TAG, DIGEST_TAG, TARGET_TAG
 from tasks.settings import Places
 
 if TYPE_CHECKING:
@@ -84,7 +84,8 @@ class VersionRecord(Record):
     aliases: tuple[str, ...]
     decision: str = Field(description="The gate's: approve, reject, not_enough_evidence; or `unknown`.")
     reasons: tuple[str, ...] = Field(description="The gate's, failures first.")
-    num_speculative_tokens: int | None = Field(description="K that measured best; None: none did.")
+    num_speculative_tokens: int | None = Field(description="K that the gate judged; None: it found none.")
+    advice: ServingAdvice | None = Field(description="How to serve it; None: registered without one.")
     acceptance: tuple[MeasuredAcceptance, ...]
     speed: tuple[MeasuredSpeed, ...]
     drafter_digest: str
@@ -124,7 +125,7 @@ class VersionRecord(Record):
     def acceptance_of(
         self, drafter: Literal["challenger", "champion"] = "challenger", k: int | None = None
     ) -> dict[str, MeasuredAcceptance]:
-        """Domain -> acceptance length at K; None takes the K that measured best."""
+        """Domain -> acceptance length at K; None takes the K that the gate judged."""
         k = k or self.num_speculative_tokens
         return {
             one.domain: one
@@ -159,6 +160,7 @@ def version_record(version: ModelVersion, champion: str | None, places: Places) 
         decision=tags.get("fledge.decision", "unknown"),
         reasons=tuple(filter(None, tags.get("fledge.reasons", "").split("\n"))),
         num_speculative_tokens=int(tags.get("fledge.num_speculative_tokens") or 0) or None,
+        advice=ServingAdvice.model_validate_json(tags[ADVICE_TAG]) if ADVICE_TAG in tags else None,
         acceptance=_acceptance(tags),
         speed=_speed(tags),
         drafter_digest=tags.get(DIGEST_TAG, ""),

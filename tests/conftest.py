@@ -44,6 +44,7 @@ _FILES_ON_VLLM = (
     "test_retrain_drafter",
     "test_run_form",
     "test_lossless",
+    "test_batch_size_schedule",
     "test_sampling_distribution",
     "test_acceptance_agrees",
     "test_eagle3_acceptance_agrees",

@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from drafter import evaluation
 from drafter.answers import Answer
 from drafter.config import CandidateSettings, EvaluateSettings, PrepareSettings, SourceSettings
 from drafter.conversations import prepare
@@ -18,8 +20,18 @@ from drafter.errors import CheckpointError, DataError, ServerError
 from drafter.evaluation import evaluate, identical_share
 from drafter.held_out import choose_prompts
 from drafter.machine import describe_machine
-from drafter.measurement import SpeedTask, Variant, num_requests, speed_tasks, to_cell, variants
+from drafter.measurement import (
+    Bench,
+    SpeedTask,
+    SpeedUnit,
+    Variant,
+    num_requests,
+    speed_tasks,
+    to_cell,
+    variants,
+)
 from drafter.records import EvaluationReport
+from tests.drafter.synthetic_evaluation import make_cell, make_report
 from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -65,6 +77,7 @@ def settings_for(dataset: Path, target: Path, output: Path, **changes: object) -
         "prompts_per_domain": 6,
         "requests_per_concurrency": 4,
         "identity_prompts": 4,
+        "measure_schedule": False,  # whether there is a switch is chance, with servers this small
         "server": {"max_num_seqs": 16, "max_model_len_tokens": 512},
         **changes,
     }
@@ -140,6 +153,43 @@ def test_result_of_the_benchmark_becomes_a_cell(tmp_path: Path) -> None:
     cell = to_cell(result | counted, drafting, SpeedTask("code", 4))
     assert (cell.speculation, cell.num_speculative_tokens, cell.acceptance_length) == ("peagle", 3, 1.9)
     assert cell.acceptance_rate_per_position == (0.6, 0.2, 0.1)
+
+
+def test_where_speculation_stops_paying_a_server_that_changes_over_is_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    candidate = CandidateSettings(name="challenger", path=tmp_path)
+    settings = settings_for(tmp_path, tmp_path, tmp_path, candidates=(candidate,), measure_schedule=True)
+    bench = Bench(settings, {"code": (), "chat": ()}, {}, {"challenger": "digest"})
+    tasks = speed_tasks(settings, ["code", "chat"], ["code"])
+    cells = [
+        make_cell(None, 0, 1, 50.0, "code"),
+        make_cell(None, 0, 4, 100.0, "code"),
+        make_cell("challenger", 3, 1, 80.0, "code"),
+        make_cell("challenger", 3, 4, 70.0, "code"),
+    ]
+    report = make_report(cells, [], train_domains=("code",))
+    started: list[tuple[str, ...]] = []
+
+    def measure(bench: Bench, passes: list[Any], total: int, target: Path) -> None:
+        for one in passes:
+            started.append(one.variant.server_arguments())
+            for task in one.tasks:
+                name, key = bench._speed_name(one.variant, task), bench._speed_key(one.variant, task)
+                cell = make_cell("challenger", 3, task.concurrency, 79.0, task.domain)
+                SpeedUnit(key=key, cell=cell).save(bench.directory / f"{name}.json")
+
+    monkeypatch.setattr(evaluation, "_measure", measure)
+    (found,) = evaluation._measure_schedules(bench, tasks, report, tmp_path)
+    assert found.schedule == ((1, 1, 3), (2, 4, 0))
+    assert [(cell.domain, cell.concurrency) for cell in found.cells] == [("code", 1), ("code", 4)]
+    (arguments,) = started
+    assert '"num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 4, 0]]' in " ".join(arguments)
+
+    assert evaluation._measure_schedules(bench, tasks, report, tmp_path) == (found,)
+    assert len(started) == 1, "measured twice"
+    never = Bench(settings.model_copy(update={"measure_schedule": False}), bench.prompts, {}, {})
+    assert evaluation._measure_schedules(never, tasks, report, tmp_path) == ()
 
 
 def test_prompts_are_held_out_stable_and_end_where_the_target_writes(

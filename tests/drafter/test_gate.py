@@ -138,6 +138,21 @@ def test_k_is_the_fastest_measured_and_the_floor_is_judged_at_that_k() -> None:
     assert slower.outcome == "reject"
 
 
+def test_what_is_judged_is_the_k_that_is_advised_for_the_expected_load() -> None:
+    cells = [
+        make_cell(None, 0, 1, 50.0), make_cell(None, 0, 4, 100.0),
+        make_cell("challenger", 3, 1, 70.0), make_cell("challenger", 3, 4, 130.0),
+        make_cell("challenger", 5, 1, 80.0), make_cell("challenger", 5, 4, 110.0),
+    ]  # fmt: skip
+    report = make_report(cells, make_prompts("challenger", 3, spread(1.9)))
+    for expected, k in ((1, 5), (4, 3)):
+        thresholds = THRESHOLDS.model_copy(update={"expected_concurrency": expected})
+        decision = decide_release(report, "challenger", None, thresholds)
+        assert decision.advice is not None
+        assert (decision.num_speculative_tokens, decision.advice.num_speculative_tokens) == (k, k)
+        assert any(f"at concurrency {expected}: " in reason for reason in decision.reasons)
+
+
 def test_k_without_a_measurement_on_every_gated_domain_is_not_chosen() -> None:
     report = make_good_report()
     cells = [cell for cell in report.cells if (cell.num_speculative_tokens, cell.domain) != (3, UNSEEN)]
@@ -157,7 +172,7 @@ def test_domain_that_was_not_measured_is_no_evidence() -> None:
 
 
 def test_concurrency_that_was_not_measured_is_no_evidence() -> None:
-    thresholds = THRESHOLDS.model_copy(update={"gated_concurrency": 8})
+    thresholds = THRESHOLDS.model_copy(update={"expected_concurrency": 8})
     assert decide_release(make_good_report(), "challenger", None, thresholds).outcome == "not_enough_evidence"
 
 

@@ -100,7 +100,18 @@ def test_page_needs_no_network_and_repeats_no_id(page: _Page) -> None:
 
 
 def test_decision_numbers_and_provenance_are_on_the_page(page: _Page) -> None:
-    for words in ("Approved", "1.41×", "K=3", "no speculation", "humaneval", "abc123", "2, 15, 27", "Passed"):
+    for words in (
+        "Approved",
+        "How to serve it",
+        "Above 1 do not speculate",
+        "1.41×",
+        "K=3",
+        "no speculation",
+        "humaneval",
+        "abc123",
+        "2, 15, 27",
+        "Passed",
+    ):
         assert words in page.text
 
 
@@ -170,6 +181,9 @@ def test_json_has_what_scripts_ask_for() -> None:
     found = report_as_json(report, decide(report), "models:/drafter/3", {"states_digest": "s"})
     assert json.loads(json.dumps(found)) == found
     assert found["decision"]["outcome"] == "approve"
+    assert found["serving_advice"]["num_speculative_tokens"] == 3
+    assert found["serving_advice"]["speculate_up_to_concurrency"] == 1
+    assert "advice" not in found["decision"]
     assert found["registry_uri"] == "models:/drafter/3"
     assert found["greedy_identical_share"] == {"bfloat16": 0.25, "float32": 1.0}
     assert found["provenance"]["states_digest"] == "s"

@@ -8,6 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
+from drafter.config import GateThresholds
+from drafter.gate import decide_release
 from drafter.records import AcceptanceSummary, Cell, EvaluationReport, ReleaseDecision
 from drafter.terminal_report import columns_of, decision_text, show_evaluation
 
@@ -105,6 +107,18 @@ def test_a_decision_shows_outcome_and_every_reason() -> None:
     assert text.startswith("decision: not enough evidence")
     assert "- 3 prompts" in text
     assert "- 12 needed" in text
+
+
+def test_a_decision_ends_with_how_to_serve_the_drafter() -> None:
+    cells = [
+        cell("code", 1, "challenger", 3, 80),
+        cell("code", 1, None, 0, 50),
+        cell("code", 4, "challenger", 3, 90),
+        cell("code", 4, None, 0, 120),
+    ]
+    decision = decide_release(report(*cells), "challenger", None, GateThresholds())
+    last = decision_text(decision).plain.splitlines()[-1]
+    assert last.startswith("serving: K=3 up to 1 request in flight: 1.60x at 1. Above 1 do not speculate")
 
 
 def test_a_drafter_that_guesses_in_turn_is_called_eagle3() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from drafter.provenance import read_provenance
 from drafter.records import AcceptanceSummary, Cell, EvaluationReport, ReleaseDecision
+from drafter.serving_advice import advise
 from tasks.promotion import read_version
 from tasks.register_drafter import Candidate, register_drafter
 from tasks.settings import Places
@@ -93,7 +94,9 @@ def register_version(
             attempt="first",
             run_id=run.info.run_id,
             evaluation=evaluation,
-            decision=decision,
+            decision=decision.model_copy(
+                update={"advice": advise(evaluation, "challenger", evaluation.train_domains, 1)}
+            ),
         )
     )
     return read_version(registered.version)

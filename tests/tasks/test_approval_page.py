@@ -26,6 +26,7 @@ def test_it_shows_what_was_measured_and_what_the_gate_found(places: Places, tmp_
     assert "| general | 1.09 (0.99 to 1.19) |  |" in text
     assert "| code | 72.0 | 67.0 | 58.0 |" in text
     assert "| general | 44.0 |  |  |" in text
+    assert "**How to serve it.** K=3 up to 1 request in flight: 1.24x at 1. Above 1 do not speculate" in text
     assert "- AL 2.0 is above 1.5" in text
     assert f"[Report]({(tmp_path / 'evaluation-a/report.html').as_uri()})" in text
     assert "nothing is deployed" in text
@@ -58,8 +59,16 @@ def test_it_says_what_will_be_deployed(places: Places, tmp_path: Path) -> None:
     text = approval_text(register_version(places, tmp_path), deployment, EXPIRES_AT)
 
     assert "- endpoint `birds`, model `smollm2-135m-instruct`, on 2 x ml.g5.2xlarge" in text
-    assert "- K=3, drafted in parallel" in text
+    assert "- K=3, drafted in parallel\n" in text
     assert "25 % of the traffic first, the rest after 120 s without an alarm" in text
+
+
+def test_it_says_which_batches_will_be_drafted_for(places: Places, tmp_path: Path) -> None:
+    deployment = DeploySettings(num_speculative_tokens_per_batch_size=((1, 4, 3), (5, 16, 0)))
+
+    text = approval_text(register_version(places, tmp_path), deployment, EXPIRES_AT)
+
+    assert "- K=3, drafted in parallel, by requests in the batch: 3 for 1 to 4, none for 5 to 16" in text
 
 
 def test_a_model_that_is_not_in_the_catalogue_is_refused_before_anybody_is_asked(

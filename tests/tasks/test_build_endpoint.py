@@ -19,7 +19,7 @@ from drafter.provenance import Provenance, read_provenance
 from tasks.build_endpoint import EndpointPlan, Sources, build_plan
 from tasks.build_rollout import build_alarms, build_deployment, floor_of
 from tasks.catalogue import find_entry
-from tasks.check_drafter import check_drafter, check_hardware, choose_k
+from tasks.check_drafter import check_drafter, check_hardware
 from tasks.endpoint_settings import (
     AlarmSettings,
     AutoscalingSettings,
@@ -29,6 +29,7 @@ from tasks.endpoint_settings import (
     ParallelDraftingSpec,
     RolloutSettings,
 )
+from tasks.speculation import choose_speculation
 from tasks.version_record import MeasuredAcceptance, VersionRecord
 from tests.tasks.drafters_on_disk import export_drafter
 
@@ -142,18 +143,11 @@ def test_rollout_and_alarms_change_no_name() -> None:
 def test_the_short_form_gives_k_and_more_than_one_branch_is_refused() -> None:
     spec = {"num_speculative_tokens": 5, "num_branches": 1}
     settings = DeploySettings(parallel_drafting_spec=spec)
-    assert choose_k(settings, version(), find_entry("gpt-oss-20b")) == 5
+    assert choose_speculation(settings, version(), find_entry("gpt-oss-20b")).num_speculative_tokens == 5
     with pytest.raises(ValueError, match="vLLM verifies one chain"):
         DeploySettings(parallel_drafting_spec=ParallelDraftingSpec(num_speculative_tokens=5, num_branches=2))
     with pytest.raises(ValueError, match="give one of them"):
         DeploySettings(parallel_drafting_spec=spec, num_speculative_tokens=3)
-
-
-def test_k_is_what_evaluation_chose_unless_told() -> None:
-    entry = find_entry("gpt-oss-20b")
-    assert choose_k(DeploySettings(), version(num_speculative_tokens=4), entry) == 4
-    assert choose_k(DeploySettings(num_speculative_tokens=2), version(), entry) == 2
-    assert choose_k(DeploySettings(), version(num_speculative_tokens=None), entry) == 3
 
 
 @pytest.fixture

@@ -133,7 +133,7 @@ def test_other_drafters_or_other_measurements_are_other_evaluations(
         one.evaluate(DATASET, DRAFTER, None).output,
         one.evaluate(DATASET, DRAFTER, champion).output,
         one.evaluate(DATASET, champion, None).output,
-        plan(values, tmp_path, evaluation={"concurrency": [2]}).evaluate(DATASET, DRAFTER, None).output,
+        plan(values, tmp_path, evaluation={"concurrency": [1, 2]}).evaluate(DATASET, DRAFTER, None).output,
     }
 
     assert len(outputs) == 4

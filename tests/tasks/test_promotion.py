@@ -61,6 +61,9 @@ def test_a_version_reads_as_its_evaluation_measured_it(places: Places, tmp_path:
     assert version.speed_of()["general"].without_drafter is None
     assert {one.concurrency for one in version.speed} == {1, 4}
     assert version.train_domains == ("code",)
+    assert version.advice is not None
+    assert (version.advice.num_speculative_tokens, version.advice.speculate_up_to_concurrency) == (3, 1)
+    assert [round(one.ratio or 0, 2) for one in version.advice.measured] == [1.24, 0.92]
     assert version.report == (tmp_path / "evaluation-a/report.html").as_uri()
 
 

@@ -34,6 +34,13 @@ def test_defaults_are_those_of_the_verbs() -> None:
     assert settings.states.concurrency == ExtractSettings.model_fields["concurrency"].default
 
 
+def test_a_load_that_is_expected_has_to_be_measured() -> None:
+    with pytest.raises(ValidationError, match=r"gate.expected_concurrency is 8, and .* add 8 to it"):
+        RetrainSettings.model_validate({"gate": {"expected_concurrency": 8}})
+    values = {"gate": {"expected_concurrency": 8}, "evaluation": {"concurrency": [1, 8]}}
+    assert RetrainSettings.model_validate(values).gate.expected_concurrency == 8
+
+
 def test_what_the_flow_decides_is_not_asked_for() -> None:
     def names(schema: dict[str, Any]) -> set[str]:
         return {name for model in schema["$defs"].values() for name in model.get("properties", {})}
