@@ -50,9 +50,13 @@ def _share_cores() -> None:
 
 def run_train(settings: config.TrainSettings) -> TrainingRecord:
     _share_cores()
+    from drafter.distributed import is_first_rank
     from drafter.trainer import train
 
-    return train(settings)
+    record = train(settings)
+    if not is_first_rank():
+        raise SystemExit(0)  # one result is printed, the first rank's
+    return record
 
 
 def run_export(settings: config.ExportSettings) -> DrafterRecord:
