@@ -201,7 +201,7 @@ def joined(settings: TrainSettings) -> Iterator[Ranks]:
             "see above what the rank that ended first said; the same command, with any number of ranks, "
             "continues from the last checkpoint",
         ) from error
-    except SystemExit:  # all ranks together, after a checkpoint
+    except (SystemExit, KeyboardInterrupt):  # all ranks together, after a checkpoint
         dist.destroy_process_group()
         raise
     dist.destroy_process_group()

@@ -37,6 +37,7 @@ from drafter.records import StatesRecord, TrainingRecord
 from drafter.sampler import PackingPlan
 from drafter.shards import MANIFEST
 from drafter.starting_drafter import begin
+from drafter.step_gradients import StepGradients
 from drafter.step_work import StepLoader, StepWork
 from drafter.target import Target, load_target
 from drafter.training_directory import (
@@ -56,10 +57,8 @@ from drafter.training_state import (
     remove_checkpoints,
     save_checkpoint,
 )
-from drafter.two_stream import StepOptions, two_stream_step
-from drafter.unrolled import unrolled_step
+from drafter.two_stream import StepOptions
 
-_STEPS = {"peagle": two_stream_step, "eagle3": unrolled_step}
 _RECENT_STEPS = 50  # steps whose mean is reported as the final loss
 
 
@@ -102,7 +101,7 @@ class _Training:
         self.generator = torch.Generator().manual_seed(settings.seed)
         state = self.resume()
         self.drafter.to(self.device)
-        self.teacher = build_teacher(
+        teacher = build_teacher(
             self.drafter.config,
             self.drafter.draft_ids,
             TargetTensors(target.path),
@@ -113,7 +112,8 @@ class _Training:
         self.optimizer = Optimizer(self.drafter, settings)
         if state is not None:
             self.optimizer.load_state(state.optimizer)
-        self.options = _step_options(settings, self.drafter.config, ranks)
+        options = _step_options(settings, self.drafter.config, ranks)
+        self.gradients = StepGradients(self.drafter, teacher, settings, options, ranks)
         self.loader = StepLoader(self.data, self.drafter.config, settings, ranks.rank, ranks.size)
         self.plan = PackingPlan(
             self.data.lengths,
@@ -190,22 +190,8 @@ class _Training:
     def step(self, work: StepWork) -> Measured:
         """Gradients of a few packed sequences, averaged over all their supervised predictions; one update."""
         settings = self.settings
-        chains, supervised = work.sample(settings, self.generator)
-        normalizer = float(supervised.sum())
-        take_step = _STEPS[settings.algorithm]
-        sums = torch.zeros(1 + 2 * settings.num_depths, dtype=torch.float64)
-        with self.ranks.summed_gradients(self.drafter):
-            for batch, own in work.own_chains(chains):
-                result = take_step(
-                    self.drafter, self.teacher, batch.to(self.device), own, self.options, normalizer
-                )
-                found = torch.cat([result.loss_sum[None], result.correct, result.supervised])
-                sums += found.to("cpu", torch.float64)
-        loss_sum, correct, counted = self.ranks.summed(sums).split([1, *[settings.num_depths] * 2])
-        assert torch.equal(counted.long(), supervised), (
-            "every document is some rank's, and no more than one's"
-        )
-        loss = float(loss_sum) / normalizer
+        result = self.gradients.of(work, self.generator)
+        loss = float(result.loss_sum) / int(result.supervised.sum())
         learning_rate = settings.peak_learning_rate * self.learning_rate_share()
         gradient_norm = self.optimizer.step(learning_rate)
         if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
@@ -214,7 +200,7 @@ class _Training:
                 "finite numbers; the training has diverged",
                 "lower --peak-learning-rate or raise --warmup-share, and start in a new output directory",
             )
-        accuracy = (correct / supervised.clamp(min=1)).tolist()
+        accuracy = (result.correct / result.supervised.clamp(min=1)).tolist()
         return Measured(loss, tuple(accuracy), gradient_norm, learning_rate, work.num_slots)
 
     def learning_rate_share(self) -> float:
