@@ -71,11 +71,13 @@ def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
 def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
     """Rank -> process id of what torchrun has started."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    found = {}
-    for child in children:
-        words = Path(f"/proc/{child}/environ").read_text().split("\0")
-        found[int(dict(word.split("=", 1) for word in words if word)["RANK"])] = int(child)
-    return found
+    environments = {child: Path(f"/proc/{child}/environ").read_text().split("\0") for child in children}
+    return {
+        int(word.removeprefix("RANK=")): int(child)
+        for child, words in environments.items()
+        for word in words
+        if word.startswith("RANK=")
+    }
 
 
 def is_running(pid: int) -> bool:
