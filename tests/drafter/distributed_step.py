@@ -42,6 +42,7 @@ def main() -> None:
         found = gradients_of_first_step(settings, ranks)
         if ranks.is_first:
             save_file({name: tensor.contiguous() for name, tensor in found.items()}, sys.argv[2])
+        _Training(settings, load_target(settings.target), "0" * 12, ranks).run()
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from tests.waiting import PATIENCE_S, wait_until
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("distributed_step.py")
 TWO_DOCUMENTS = {"max_length_tokens": 70, "num_epochs": 1}  # a packed sequence, so that a third rank has none
+EMBEDDING = {"draft_vocab_size": 200, "train_embedding": True}
 LONG = {"num_epochs": 15, "checkpoint_interval_s": 0.3}
 
 pytestmark = pytest.mark.slow
@@ -87,6 +88,16 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def kill_rank(process: subprocess.Popen[str], rank: int) -> str:
+    """Kill one rank; what was said until the job had ended, with an error and with no process left."""
+    ranks = ranks_of(process)
+    os.kill(ranks[rank], signal.SIGKILL)
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode > 0
+    assert not any(is_running(pid) for pid in ranks.values())
+    return errors
+
+
 def losses(output: Path) -> list[float]:
     return [metrics.loss for metrics in read_metrics(output / "metrics.jsonl")]
 
@@ -109,18 +120,20 @@ def checkpointed_step(settings: TrainSettings) -> int:
         (3, {"distributed": "ddp"}),
         (2, {"distributed": "fsdp2"}),
         (3, {"distributed": "fsdp2"}),
-        (2, {"distributed": "fsdp2", "drafter": {"draft_vocab_size": 200, "train_embedding": True}}),
         (2, {"distributed": "ddp", "algorithm": "eagle3"}),
-        (2, {"distributed": "fsdp2", "sequences_per_step": 3}),
+        (2, {"distributed": "fsdp2", "drafter": EMBEDDING, "sequences_per_step": 3}),
     ],
 )
-def test_gradients_are_those_of_one_process(
+def test_gradients_and_losses_are_those_of_one_process(
     tiny_states: Path, tiny_target: Path, tmp_path: Path, num_ranks: int, changes: dict[str, object]
 ) -> None:
-    settings = training_settings(tiny_states, tiny_target, tmp_path / "out", **{**TWO_DOCUMENTS, **changes})
-    expected = gradients_of_first_step(settings, Ranks(torch.device("cpu")))
+    changes = {**TWO_DOCUMENTS, **changes}
+    alone = training_settings(tiny_states, tiny_target, tmp_path / "alone", **changes)
+    expected = gradients_of_first_step(alone, Ranks(torch.device("cpu")))
+    train(alone)
+    settings = training_settings(tiny_states, tiny_target, tmp_path / "out", **changes)
     file = tmp_path / "found.safetensors"
-    finish(start(num_ranks, settings, str(SCRIPT), str(file)))
+    _, errors = finish(start(num_ranks, settings, str(SCRIPT), str(file)))
     found = load_file(file)
     documents = found.pop("documents").tolist()
     assert sum(documents) == float(expected.pop("documents"))
@@ -129,29 +142,8 @@ def test_gradients_are_those_of_one_process(
     for name, gradient in expected.items():
         error = float((found[name] - gradient).abs().max() / gradient.abs().max())
         assert error < 1e-5, (name, error)
-
-
-@pytest.fixture(scope="module")
-def alone(tiny_states: Path, tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The training of one process, in steps of two documents."""
-    output = tmp_path_factory.mktemp("alone") / "training"
-    train(training_settings(tiny_states, tiny_target, output, **TWO_DOCUMENTS))
-    return output
-
-
-@pytest.mark.parametrize(("num_ranks", "how"), [(2, "ddp"), (3, "ddp"), (2, "fsdp2"), (3, "fsdp2")])
-def test_losses_are_those_of_one_process(
-    tiny_states: Path, tiny_target: Path, tmp_path: Path, alone: Path, num_ranks: int, how: str
-) -> None:
-    settings = training_settings(tiny_states, tiny_target, tmp_path / "out", **TWO_DOCUMENTS, distributed=how)
-    output, errors = finish(start(num_ranks, settings))
-    assert losses(settings.output) == pytest.approx(losses(alone), rel=1e-5)
-    (printed,) = [line for line in output.splitlines() if line]
-    record = TrainingRecord.load(settings.output / "training.json")
-    assert TrainingRecord.model_validate_json(printed) == record, "one result is printed, the first rank's"
-    assert record.fingerprint == TrainingRecord.load(alone / "training.json").fingerprint
-    assert errors.count("training: 20/20 steps (100%)") == 1, errors
-    assert latest_checkpoint(settings.output) is None
+    assert losses(settings.output) == pytest.approx(losses(alone.output), rel=1e-5)
+    assert errors.count("steps (100%)") == 1, errors
 
 
 def test_in_bfloat16_sharded_weights_are_renewed_in_every_step(
@@ -159,59 +151,50 @@ def test_in_bfloat16_sharded_weights_are_renewed_in_every_step(
 ) -> None:
     """Copies in the compute type of weights that come and go: a stale one would train what it was."""
     changes = {**TWO_DOCUMENTS, "dtype": "bfloat16", "num_epochs": 3}
-    train(training_settings(tiny_states, tiny_target, tmp_path / "alone", **changes))
+    alone = training_settings(tiny_states, tiny_target, tmp_path / "alone", **changes)
     settings = training_settings(tiny_states, tiny_target, tmp_path / "out", **changes, distributed="fsdp2")
-    finish(start(2, settings))
-    expected = losses(tmp_path / "alone")
+    record = train(alone)
+    output, _ = finish(start(2, settings))
+    expected = losses(alone.output)
     assert expected[-1] < 0.9 * expected[0]
     assert losses(settings.output) == pytest.approx(expected, rel=0.02)
+    (printed,) = [line for line in output.splitlines() if line]
+    assert TrainingRecord.model_validate_json(printed).fingerprint == record.fingerprint
+    assert latest_checkpoint(settings.output) is None
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
-def test_one_rank_two_and_one_again_reach_the_same_losses(
+def test_killed_with_one_rank_and_with_two_it_reaches_the_same_losses_with_one(
     tiny_states: Path, tiny_target: Path, tmp_path: Path, how: str
 ) -> None:
     """At a low learning rate: at a high one, what rounds otherwise grows with every step."""
     changes = {**LONG, "peak_learning_rate": 1e-5, "distributed": how}
-    train(training_settings(tiny_states, tiny_target, tmp_path / "whole", **changes))
+    whole = training_settings(tiny_states, tiny_target, tmp_path / "whole", **changes)
     settings = training_settings(tiny_states, tiny_target, tmp_path / "out", **changes)
-    for num_ranks, step in ((1, 20), (2, 60)):
-        process = start(num_ranks, settings)
-        wait_until(lambda step=step: len(losses(settings.output)) > step, process)  # type: ignore[misc]
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=PATIENCE_S)
-        assert checkpointed_step(settings) == len(losses(settings.output)) > step
+    train(whole)
+
+    process = start(1, settings)
+    wait_until(lambda: len(losses(settings.output)) > 20 and latest_checkpoint(settings.output), process)
+    kill_rank(process, 0)
+    reached = checkpointed_step(settings)
+
+    process = start(2, settings)
+    wait_until(lambda: latest_checkpoint(settings.output) and checkpointed_step(settings) > reached, process)
+    errors = kill_rank(process, 1)
+    assert "has lost another rank" in errors
+    assert "continues from the last checkpoint" in errors
+    assert reached < checkpointed_step(settings) <= len(losses(settings.output)) < len(losses(whole.output))
+    assert not (settings.output / "training.json").exists()
+
     train(settings)
-    assert losses(settings.output) == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+    assert losses(settings.output) == pytest.approx(losses(whole.output), rel=1e-5)
 
 
 # However it is interrupted
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
-def test_a_rank_that_is_killed_ends_the_job(
-    tiny_states: Path, tiny_target: Path, tmp_path: Path, how: str
-) -> None:
-    settings = training_settings(
-        tiny_states, tiny_target, tmp_path / "out", **{**LONG, "num_epochs": 1000}, distributed=how
-    )
-    process = start(3, settings)
-    wait_until(lambda: len(losses(settings.output)) > 20 and latest_checkpoint(settings.output), process)
-    ranks = ranks_of(process)
-    assert sorted(ranks) == [0, 1, 2]
-    os.kill(ranks[1], signal.SIGKILL)
-    _, errors = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode > 0
-    assert not any(is_running(pid) for pid in ranks.values())
-    assert 0 < checkpointed_step(settings) <= len(losses(settings.output))
-    assert not (settings.output / "training.json").exists()
-    assert "has lost another rank" in errors
-    assert "continues from the last checkpoint" in errors
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_torchrun_that_is_asked_to_stop_leaves_a_checkpoint(
-    tiny_states: Path, tiny_target: Path, tmp_path: Path, number: signal.Signals
+    tiny_states: Path, tiny_target: Path, tmp_path: Path
 ) -> None:
     settings = training_settings(
         tiny_states, tiny_target, tmp_path / "out", num_epochs=1000, checkpoint_interval_s=1000
@@ -219,7 +202,7 @@ def test_torchrun_that_is_asked_to_stop_leaves_a_checkpoint(
     process = start(2, settings)
     wait_until(lambda: len(losses(settings.output)) > 10, process)
     ranks = ranks_of(process)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode != 0
     assert not any(is_running(pid) for pid in ranks.values())
