@@ -28,6 +28,7 @@ from benchmarks.training_step import CONFIG, FLOOR, NUM_DEPTHS, RETENTION, Workl
 from drafter.config import TrainSettings
 from drafter.device import peak_memory_gb
 from drafter.distributed import Ranks, joined
+from drafter.machine import native_number_format
 from drafter.memory_budget import fit_step
 from drafter.optimization import Optimizer
 from drafter.packing import Outline, PackedBatch, pack_documents
@@ -171,7 +172,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="numbers of ranks besides one")
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
     parser.add_argument("--repeats", type=int, default=3, help="measured steps, whose median counts")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default=native_number_format())
     parser.add_argument("--device", default="cpu", help="cpu, or cuda: then a GPU for each rank")
     parser.add_argument("--quick", action="store_true", help="1024 tokens")
     parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
