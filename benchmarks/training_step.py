@@ -43,6 +43,7 @@ from drafter.memory_budget import fit_step
 from drafter.model import Drafter, DrafterConfig
 from drafter.optimization import Optimizer
 from drafter.packing import PackedBatch
+from drafter.step_work import operations
 from drafter.two_stream import count_supervised, two_stream_step
 
 PEERS = ("fledge", "speculators", "flat")
@@ -113,21 +114,9 @@ class Workload:
 
 def needed_operations(config: DrafterConfig, chains: Chains, num_tokens: int) -> float:
     """Floating-point operations of one step over one document whose every slot is supervised."""
-    size, heads = config.hidden_size, config.heads
-    projections = size * (heads.query_width + 2 * heads.kv_width)
-    layer = projections + heads.query_width * size + 3 * size * config.intermediate_size
-    head = size * config.draft_vocab_size
-    fuse = 3 * size * size
-    placeholders = chains.num_placeholders
-    # Layer 0 reads twice the width. For placeholders it is one row for all of them: nothing to count.
-    real = num_tokens * (config.num_layers * layer + projections + head)
-    drafted = placeholders * (config.num_layers * layer - projections + head)
-    # Nothing wants the gradient by the target's states or by its final state.
-    dense = 3 * (real + drafted) + 2 * num_tokens * fuse + num_tokens * head
     chain, depth = chains.elements()
     pairs = num_tokens * (num_tokens + 1) / 2 + float((chains.anchors[chain] + 1 + depth).sum())
-    attention = 6 * config.num_layers * pairs * heads.query_width
-    return 2.0 * (dense + attention)
+    return operations(config, num_tokens, num_tokens, chains.num_placeholders, pairs)
 
 
 def measure(peer: str, num_tokens: int, options: argparse.Namespace) -> dict[str, object]:

@@ -50,9 +50,13 @@ def _share_cores() -> None:
 
 def run_train(settings: config.TrainSettings) -> TrainingRecord:
     _share_cores()
+    from drafter.distributed import is_first_rank
     from drafter.trainer import train
 
-    return train(settings)
+    record = train(settings)
+    if not is_first_rank():
+        raise SystemExit(0)  # one result is printed, the first rank's
+    return record
 
 
 def run_export(settings: config.ExportSettings) -> DrafterRecord:
@@ -147,7 +151,10 @@ VERBS = (
         "Train the drafter on the recorded states, exactly and in bounded memory.\n\n"
         "Writes metrics.jsonl as it goes and a checkpoint every minute; killed, it resumes in mid-epoch to the\n"
         "same losses. --warm-start continues from an exported drafter and keeps its draft vocabulary.\n"
-        "--algorithm eagle3 trains what P-EAGLE is compared with: evaluate it with speculation eagle3.",
+        "--algorithm eagle3 trains what P-EAGLE is compared with: evaluate it with speculation eagle3.\n\n"
+        "In several processes, to the same losses:  torchrun --nproc-per-node 2 -m drafter train [flags]\n"
+        "The documents of each step are divided over them; --sequences-per-step should be no less than their\n"
+        "number. It resumes with any number of them. docs/distributed_training.md has the rest.",
         (
             "python -m drafter train --states work/states --target models/target --output work/training",
             "python -m drafter train --states work/states --target models/target --output work/training "

@@ -13,13 +13,13 @@ unsupervised target.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from drafter.packing import PackedBatch
+from drafter.packing import HasPredictions
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,34 @@ class Chains:
     def segment(self, start: int, stop: int) -> Chains:
         """Chains `start` to `stop` (exclusive)."""
         return Chains(self.anchors[start:stop], self.lengths[start:stop], self.num_depths)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Chains], starts: Sequence[int]) -> Chains:
+        """The chains of sequences that follow each other, in the slots of the whole.
+
+        Args:
+            starts: first slot of each sequence, ascending.
+        """
+        anchors = [chains.anchors + start for chains, start in zip(parts, starts, strict=True)]
+        return cls(torch.cat(anchors), torch.cat([c.lengths for c in parts]), parts[0].num_depths)
+
+    def of_documents(self, offsets: Sequence[int], documents: Sequence[int]) -> Chains:
+        """The chains of some documents, in the slots of the sequence that these documents make.
+
+        Args:
+            offsets: D + 1 bounds of all documents in slots.
+            documents: numbers below D, ascending.
+
+        Example:
+            documents of 3, 4 and 2 slots, anchors 1, 5, 7; of documents (0, 2): anchors 1, 3.
+        """
+        bounds, chosen = torch.tensor(offsets), torch.tensor(documents)
+        sizes = bounds.diff()[chosen]
+        moves = torch.zeros(len(bounds) - 1, dtype=torch.int64)
+        moves[chosen] = sizes.cumsum(0) - sizes - bounds[chosen]
+        owners = torch.searchsorted(bounds, self.anchors, right=True) - 1
+        kept = torch.isin(owners, chosen)
+        return Chains(self.anchors[kept] + moves[owners[kept]], self.lengths[kept], self.num_depths)
 
     def segments(self, num_chains: int) -> Iterator[Chains]:
         """All chains, so many at a time."""
@@ -77,7 +105,7 @@ def chain_limits(supervised: Tensor, offsets: tuple[int, ...]) -> Tensor:
 
 
 def sample_chains(
-    batch: PackedBatch,
+    batch: HasPredictions,
     num_depths: int,
     retention: float,
     retention_floor: float,

@@ -293,7 +293,15 @@ class TrainSettings(Settings):
     checkpoint_interval_s: float = Field(
         default=60.0, gt=0, description="Seconds between resumable checkpoints."
     )
-    device: str = Field(default="auto", description="`auto`, `cpu`, `cuda`, `cuda:1`.")
+    distributed: Literal["ddp", "fsdp2"] = Field(
+        default="ddp",
+        description="With several processes (torchrun): `ddp` keeps drafter and optimizer whole in each, `fsdp2` "
+        "a share of them in each. The training is the same.",
+    )
+    device: str = Field(
+        default="auto",
+        description="`auto`, `cpu`, `cuda`, `cuda:1`. Processes of torchrun each take the GPU of their number.",
+    )
     seed: int = Field(default=0, description="Seed of initialisation, order and chains.")
 
     @field_validator("drafter", mode="before")

@@ -42,17 +42,19 @@ def fit_step(
     dtype: torch.dtype,
     device: torch.device,
     budget_gb: float | None = None,
+    num_processes: int = 1,
 ) -> StepOptions:
     """The fastest way to cut a step of at most `num_slots` slots that fits the budget.
 
     Args:
         budget_gb: GiB of the whole process, or of the GPU; None: most of what the machine can give now,
             and if that is too little, as little as can be.
+        num_processes: that share this memory evenly.
 
     Raises:
         FledgeError: the stated budget is too small for this length.
     """
-    limit_gb = _available_gb(device) if budget_gb is None else budget_gb
+    limit_gb = (_available_gb(device) if budget_gb is None else budget_gb) / num_processes
     # A block of more rows costs fewer passes over keys' gradients, and more masked scores.
     default = StepOptions(dtype=dtype, attention_rows=256 if num_slots >= 4096 else 128)
     if device.type == "cuda":
@@ -68,8 +70,9 @@ def fit_step(
     if budget_gb is None:
         return options
     raise FledgeError(
-        f"a memory budget of {budget_gb:.1f} GiB for sequences of {num_slots} tokens",
-        f"at least {least_gb:.1f} GiB with a drafter of {config.num_layers} layers",
+        f"a memory budget of {budget_gb:.1f} GiB for sequences of {num_slots} tokens"
+        + (f" in {num_processes} processes" if num_processes > 1 else ""),
+        f"at least {least_gb * num_processes:.1f} GiB with a drafter of {config.num_layers} layers",
         "raise --memory-budget-gb, or lower --max-length-tokens",
     )
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from drafter.config import TrainSettings
+from drafter.distributed import placed_like, whole_tensor
 
 
 class Optimizer:
@@ -38,7 +39,10 @@ class Optimizer:
             The gradients' norm before clipping. When it is not finite, the weights stay untouched.
         """
         parameters = list(self._named.values())
-        norm = float(nn.utils.clip_grad_norm_(parameters, self._max_gradient_norm))
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        total_norm = whole_tensor(nn.utils.get_total_norm(gradients))
+        nn.utils.clip_grads_with_norm_(parameters, self._max_gradient_norm, total_norm)
+        norm = float(total_norm)
         if math.isfinite(norm):
             for group in self._adamw.param_groups:
                 group["lr"] = learning_rate
@@ -58,7 +62,7 @@ class Optimizer:
         for name, entries in state.items():
             parameter = self._named[name]
             # The step count of a fused AdamW lives beside the parameter, too.
-            self._adamw.state[parameter] = {key: t.to(parameter.device) for key, t in entries.items()}
+            self._adamw.state[parameter] = {key: placed_like(t, parameter) for key, t in entries.items()}
 
 
 def learning_rate_share(share: float, warmup_share: float, decay: str) -> float:

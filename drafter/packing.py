@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
@@ -39,6 +40,40 @@ class HasStates(Protocol):
 
     @property
     def final(self) -> Tensor: ...
+
+
+class HasPredictions(Protocol):
+    """What sampling chains needs of a packed sequence; `PackedBatch` and `Outline` say what the two are."""
+
+    @property
+    def supervised(self) -> Tensor: ...
+
+    @property
+    def offsets(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A packed sequence without its tokens and states: enough to know what it predicts.
+
+    Attributes:
+        supervised: [N] bool, whether the token that each slot predicts was written by the assistant.
+        offsets: D + 1 bounds of the documents in slots.
+    """
+
+    supervised: Tensor
+    offsets: tuple[int, ...]
+
+    @classmethod
+    def of_masks(cls, loss_masks: Sequence[Tensor]) -> Outline:
+        """From the loss masks of documents of three tokens or more, each [T]."""
+        supervised = [mask[2:].bool() for mask in loss_masks]
+        return cls(torch.cat(supervised), (0, *accumulate(len(slots) for slots in supervised)))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Slots of each document."""
+        return [stop - start for start, stop in pairwise(self.offsets)]
 
 
 @dataclass(frozen=True)

@@ -46,10 +46,17 @@ def pack_epoch(lengths: np.ndarray, max_length_tokens: int, seed: int, epoch: in
         S tuples of document numbers; each document appears exactly once.
     """
     order = np.random.default_rng((seed, epoch)).permutation(len(lengths))
+    return pack_in_order(order.tolist(), lengths, max_length_tokens)
+
+
+def pack_in_order(
+    documents: Sequence[int], lengths: Sequence[int] | np.ndarray, max_length_tokens: int
+) -> list[tuple[int, ...]]:
+    """Put neighbours together until the next would not fit; `documents` are numbers into `lengths`."""
     sequences: list[tuple[int, ...]] = []
     current: list[int] = []
     room = max_length_tokens
-    for document in order.tolist():
+    for document in documents:
         length = min(int(lengths[document]), max_length_tokens)
         if current and length > room:
             sequences.append(tuple(current))

@@ -1,4 +1,4 @@
-"""Train a drafter: the loop, from hidden states to final weights.
+"""Train a drafter: the loop, from hidden states to final weights, in one process or in torchrun's ranks.
 
 Run again with the same settings a finished training returns at once; killed at any moment it continues
 from its checkpoint, to the same losses; other settings are refused (see training_directory.py).
@@ -7,19 +7,20 @@ from its checkpoint, to the same losses; other settings are refused (see trainin
 from __future__ import annotations
 
 import math
+import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
 
-from drafter.chains import sample_chains
 from drafter.config import TrainSettings
-from drafter.device import choose_device, peak_memory_gb
+from drafter.device import peak_memory_gb
+from drafter.distributed import Ranks, joined
 from drafter.errors import FledgeError
 from drafter.files import write_text_atomically
 from drafter.initialization import TargetTensors, build_teacher
@@ -29,14 +30,15 @@ from drafter.metrics import FILE_NAME as METRICS_NAME
 from drafter.metrics import MetricsWriter, StepMetrics, read_metrics
 from drafter.model import DrafterConfig
 from drafter.optimization import Optimizer, learning_rate_share
-from drafter.packing import PackedBatch
 from drafter.preflight import require_fit
 from drafter.progress import Progress, track
 from drafter.provenance import read_provenance
 from drafter.records import StatesRecord, TrainingRecord
-from drafter.sampler import PackedSequence, PackingPlan
+from drafter.sampler import PackingPlan
 from drafter.shards import MANIFEST
 from drafter.starting_drafter import begin
+from drafter.step_gradients import StepGradients
+from drafter.step_work import StepLoader, StepWork
 from drafter.target import Target, load_target
 from drafter.training_directory import (
     RECORD_NAME,
@@ -55,10 +57,8 @@ from drafter.training_state import (
     remove_checkpoints,
     save_checkpoint,
 )
-from drafter.two_stream import StepOptions, count_supervised, two_stream_step
-from drafter.unrolled import unrolled_step
+from drafter.two_stream import StepOptions
 
-_STEPS = {"peagle": two_stream_step, "eagle3": unrolled_step}
 _RECENT_STEPS = 50  # steps whose mean is reported as the final loss
 
 
@@ -68,6 +68,7 @@ def train(settings: TrainSettings) -> TrainingRecord:
     Raises:
         DataError: states that cannot be trained on.
         CheckpointError: a target, predecessor or output directory that does not fit.
+        FledgeError: a training that diverges; under torchrun, a rank that was lost.
         SystemExit: 143 after SIGTERM, with a checkpoint written.
     """
     target = load_target(settings.target)
@@ -75,32 +76,45 @@ def train(settings: TrainSettings) -> TrainingRecord:
         require_fit(settings.warm_start, target)
     states: StatesRecord = StatesRecord.load(settings.states / MANIFEST)
     fingerprint = fingerprint_of(settings, states.digest, target)
-    with only_trainer_in(settings.output):
+    with (
+        joined(settings) as ranks,
+        only_trainer_in(settings.output) if ranks.is_first else nullcontext(),
+    ):
+        ranks.require_same(int(fingerprint[:12], 16), "the fingerprint of the training")
         record = finished_training(settings.output, fingerprint)
         if record is None:
-            record = _Training(settings, target, fingerprint).run()
-        remove_checkpoints(settings.output)
+            record = _Training(settings, target, fingerprint, ranks).run()
+        if ranks.is_first:
+            remove_checkpoints(settings.output)
     return record
 
 
 class _Training:
     """A training in progress: what it learns from, what is learned, and where it stands."""
 
-    def __init__(self, settings: TrainSettings, target: Target, fingerprint: str) -> None:
+    def __init__(self, settings: TrainSettings, target: Target, fingerprint: str, ranks: Ranks) -> None:
         self.settings = settings
-        self.device = choose_device(settings.device)
+        self.ranks = ranks
+        self.device = ranks.device
         self.drafter, self.data = begin(settings, target)
+        self.position = Position(fingerprint=fingerprint, step=0, sequence=0, elapsed_s=0.0, num_tokens=0)
+        self.generator = torch.Generator().manual_seed(settings.seed)
+        state = self.resume()
         self.drafter.to(self.device)
-        self.teacher = build_teacher(
+        teacher = build_teacher(
             self.drafter.config,
             self.drafter.draft_ids,
             TargetTensors(target.path),
             getattr(torch, settings.dtype),
             self.device,
         )
+        ranks.place(self.drafter)
         self.optimizer = Optimizer(self.drafter, settings)
-        self.options = _step_options(settings, self.drafter.config, self.device)
-        self.generator = torch.Generator().manual_seed(settings.seed)
+        if state is not None:
+            self.optimizer.load_state(state.optimizer)
+        options = _step_options(settings, self.drafter.config, ranks)
+        self.gradients = StepGradients(self.drafter, teacher, settings, options, ranks)
+        self.loader = StepLoader(self.data, self.drafter.config, settings, ranks.rank, ranks.size)
         self.plan = PackingPlan(
             self.data.lengths,
             self.data.documents,
@@ -109,84 +123,75 @@ class _Training:
             settings.seed,
         )
         self.num_steps = math.ceil(len(self.plan) / settings.sequences_per_step)
-        self.position = Position(fingerprint=fingerprint, step=0, sequence=0, elapsed_s=0.0, num_tokens=0)
         self.last_step_s = 0.0
 
     def run(self) -> TrainingRecord:
-        """Resume if there is something to resume, train to the end, write the result."""
-        settings = self.settings
-        self.resume()
-        write_text_atomically(settings.output / SETTINGS_NAME, settings.model_dump_json(indent=2) + "\n")
+        """Train to the end and write the result."""
+        output = self.settings.output
         try:
+            if self.ranks.is_first:
+                text = self.settings.model_dump_json(indent=2) + "\n"
+                write_text_atomically(output / SETTINGS_NAME, text)
             self.take_steps()
-            save_result(settings.output, self.drafter)
+            weights = self.ranks.whole(self.drafter.trained_state())
+            if self.ranks.is_first:
+                save_result(output, self.drafter.config, weights)
+                self.record().save(output / RECORD_NAME)
         except OSError as error:
-            raise_if_disk_full(error, settings.output)
+            raise_if_disk_full(error, output)
             raise
-        record = self.record()
-        record.save(settings.output / RECORD_NAME)
+        self.ranks.wait()
+        record: TrainingRecord = TrainingRecord.load(output / RECORD_NAME)
         return record
 
     def take_steps(self) -> None:
         """The loop: one optimizer step after the other until data or time end."""
         checkpoint_at = time.monotonic() + self.settings.checkpoint_interval_s
-        groups = self.loaded_groups()
-        metrics_path = self.settings.output / METRICS_NAME
-        with (
-            MetricsWriter(metrics_path, self.position.step) as metrics,
-            self.progress() as progress,
-            StopSignals() as signals,
-        ):
+        steps = self.loaded_steps()
+        with self.reporting() as report, StopSignals() as signals:
             while not self.out_of_time():
                 started_at = time.monotonic()
-                batches = next(groups, None)
-                if batches is None:
+                work = next(steps, None)
+                if work is None:
                     break
-                measured = self.step(batches)
-                self.advance(len(batches), measured.num_tokens, time.monotonic() - started_at)
-                metrics.append(self.describe(measured))
-                self.report(progress, measured)
-                if signals.asked:
+                measured = self.step(work)
+                if self.ranks.has_lost_launcher:
+                    signals.asked = signal.SIGTERM
+                now = time.monotonic()
+                # The slowest rank's time is everyone's, and what one rank is asked for all of them do.
+                step_s, asked, is_due = self.ranks.largest(
+                    now - started_at, signals.asked or 0, now >= checkpoint_at
+                )
+                self.advance(work, step_s)
+                report(measured)
+                if asked:
+                    signals.asked = signal.Signals(int(asked))
                     self.checkpoint()
-                    print(f"stopped at step {self.position.step} with a checkpoint", file=sys.stderr)
+                    if self.ranks.is_first:
+                        print(f"stopped at step {self.position.step} with a checkpoint", file=sys.stderr)
                     signals.stop()
-                if time.monotonic() >= checkpoint_at:
+                if is_due:
                     self.checkpoint()
                     checkpoint_at = time.monotonic() + self.settings.checkpoint_interval_s
 
-    def loaded_groups(self) -> Iterator[list[PackedBatch]]:
-        """The packed sequences of each step to come; the next ones are read while these are learned from."""
+    def loaded_steps(self) -> Iterator[StepWork]:
+        """The steps to come; the next one is read while this one is learned from."""
         sequences = self.plan.from_sequence(self.position.sequence)
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-states") as reader:
-            waiting: Future[list[PackedBatch]] | None = None
+            waiting: Future[StepWork] | None = None
             while group := list(islice(sequences, self.settings.sequences_per_step)):
-                following = reader.submit(self.load, group)
+                following = reader.submit(self.loader.load, group)
                 if waiting is not None:
                     yield waiting.result()
                 waiting = following
             if waiting is not None:
                 yield waiting.result()
 
-    def load(self, group: list[PackedSequence]) -> list[PackedBatch]:
-        return [self.data.batch(sequence.documents) for sequence in group]
-
-    def step(self, batches: list[PackedBatch]) -> Measured:
+    def step(self, work: StepWork) -> Measured:
         """Gradients of a few packed sequences, averaged over all their supervised predictions; one update."""
         settings = self.settings
-        work = []
-        for batch in batches:
-            chains = sample_chains(
-                batch, settings.num_depths, settings.retention, settings.retention_floor, self.generator
-            )
-            work.append((batch.to(self.device), chains))
-        supervised = torch.stack([count_supervised(batch, chains) for batch, chains in work]).sum(0)
-        normalizer = float(supervised.sum())
-        take_step = _STEPS[settings.algorithm]
-        results = [
-            take_step(self.drafter, self.teacher, batch, chains, self.options, normalizer)
-            for batch, chains in work
-        ]
-        loss = float(sum(float(result.loss_sum) for result in results)) / normalizer
+        result = self.gradients.of(work, self.generator)
+        loss = float(result.loss_sum) / int(result.supervised.sum())
         learning_rate = settings.peak_learning_rate * self.learning_rate_share()
         gradient_norm = self.optimizer.step(learning_rate)
         if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
@@ -195,10 +200,8 @@ class _Training:
                 "finite numbers; the training has diverged",
                 "lower --peak-learning-rate or raise --warmup-share, and start in a new output directory",
             )
-        correct = torch.stack([result.correct.cpu() for result in results]).sum(0)
-        accuracy = (correct / supervised.clamp(min=1)).tolist()
-        num_tokens = sum(batch.num_slots for batch, _ in work)
-        return Measured(loss, tuple(accuracy), gradient_norm, learning_rate, num_tokens)
+        accuracy = (result.correct / result.supervised.clamp(min=1)).tolist()
+        return Measured(loss, tuple(accuracy), gradient_norm, learning_rate, work.num_slots)
 
     def learning_rate_share(self) -> float:
         """Of the step to come: by steps, at its middle, or by the time budget, where that ends first.
@@ -214,15 +217,15 @@ class _Training:
         budget_s = self.settings.time_budget_s
         return budget_s is not None and self.position.elapsed_s >= budget_s
 
-    def advance(self, num_sequences: int, num_tokens: int, step_s: float) -> None:
+    def advance(self, work: StepWork, step_s: float) -> None:
         position = self.position
         self.last_step_s = step_s
         self.position = position.model_copy(
             update={
                 "step": position.step + 1,
-                "sequence": position.sequence + num_sequences,
+                "sequence": position.sequence + work.num_sequences,
                 "elapsed_s": position.elapsed_s + step_s,
-                "num_tokens": position.num_tokens + num_tokens,
+                "num_tokens": position.num_tokens + work.num_slots,
             }
         )
 
@@ -240,6 +243,21 @@ class _Training:
         )
 
     @contextmanager
+    def reporting(self) -> Iterator[Callable[[Measured], None]]:
+        """What to tell of each step, to the metrics and to the reader: the first rank speaks for all."""
+        if not self.ranks.is_first:
+            yield lambda measured: None
+            return
+        path = self.settings.output / METRICS_NAME
+        with MetricsWriter(path, self.position.step) as metrics, self.progress() as progress:
+
+            def report(measured: Measured) -> None:
+                metrics.append(self.describe(measured))
+                self.show(progress, measured)
+
+            yield report
+
+    @contextmanager
     def progress(self) -> Iterator[Progress]:
         """Steps, or seconds of the time budget."""
         budget_s = self.settings.time_budget_s
@@ -250,7 +268,7 @@ class _Training:
             progress.advance(done)
             yield progress
 
-    def report(self, progress: Progress, measured: Measured) -> None:
+    def show(self, progress: Progress, measured: Measured) -> None:
         seconds = int(self.position.elapsed_s) - int(self.position.elapsed_s - self.last_step_s)
         progress.note(
             f"step {self.position.step}, loss {measured.loss:.3f}, accuracy {measured.accuracy[0]:.3f}"
@@ -258,21 +276,23 @@ class _Training:
         progress.advance(1 if self.settings.time_budget_s is None else seconds)
 
     def checkpoint(self) -> None:
-        state = TrainingState(
-            self.position, self.drafter.trained_state(), self.optimizer.state(), self.generator.get_state()
-        )
-        save_checkpoint(self.settings.output, state)
+        """Whole, however many ranks there are: any number of them can go on from it."""
+        weights = self.ranks.whole(self.drafter.trained_state())
+        moments = {name: self.ranks.whole(entries) for name, entries in self.optimizer.state().items()}
+        if self.ranks.is_first:
+            state = TrainingState(self.position, weights, moments, self.generator.get_state())
+            save_checkpoint(self.settings.output, state)
 
-    def resume(self) -> None:
-        """Continue from the newest checkpoint, if there is one."""
+    def resume(self) -> TrainingState | None:
+        """Stand where the newest checkpoint stands, if there is one; the optimizer is made after that."""
         path = latest_checkpoint(self.settings.output)
-        if path is None:
-            return
-        state = load_checkpoint(path, self.position.fingerprint)
-        self.drafter.load_trained_state(state.weights)
-        self.optimizer.load_state(state.optimizer)
-        self.generator.set_state(state.generator)
-        self.position = state.position
+        state = load_checkpoint(path, self.position.fingerprint) if path else None
+        if state is not None:
+            self.drafter.load_trained_state(state.weights)
+            self.generator.set_state(state.generator)
+            self.position = state.position
+        self.ranks.require_same(self.position.step, "the step of the newest checkpoint")
+        return state
 
     def record(self) -> TrainingRecord:
         position = self.position
@@ -298,15 +318,16 @@ class _Training:
         )
 
 
-def _step_options(settings: TrainSettings, config: DrafterConfig, device: torch.device) -> StepOptions:
+def _step_options(settings: TrainSettings, config: DrafterConfig, ranks: Ranks) -> StepOptions:
     """How steps are cut up: by the memory budget, and what the settings say themselves."""
     options = fit_step(
         config,
         settings.max_length_tokens,
         settings.num_depths,
         getattr(torch, settings.dtype),
-        device,
+        ranks.device,
         settings.memory_budget_gb,
+        1 if ranks.device.type == "cuda" else ranks.num_local,
     )
     stated = {name: getattr(settings, name) for name in ("chains_per_segment", "rows_per_chunk")}
     return replace(options, **{name: value for name, value in stated.items() if value is not None})

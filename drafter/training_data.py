@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from drafter.errors import DataError
-from drafter.packing import PackedBatch, pack_documents
+from drafter.packing import Outline, PackedBatch, pack_documents
 from drafter.shards import Document, HiddenStates, open_states
 from drafter.target import Target
 from drafter.vocabulary import choose_draft_vocabulary, count_tokens
@@ -50,6 +50,11 @@ class TrainingData:
             DataError: a state is NaN or infinite.
         """
         return pack_documents([_cut(self.states.document(i), self.max_length_tokens) for i in documents])
+
+    def outline(self, documents: Sequence[int]) -> Outline:
+        """What `batch` of the same documents predicts, without reading their states."""
+        masks = (self.states.loss_mask(i)[: self.max_length_tokens] for i in documents)
+        return Outline.of_masks(list(masks))
 
     def draft_vocabulary(self, size: int) -> torch.Tensor:
         """Target ids of the `size` tokens that the assistant wrote most often, ascending, [Vd] int64."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from drafter.config import TrainSettings
 from drafter.errors import CheckpointError
 from drafter.files import atomic_path, digest_of, read_record, write_text_atomically
-from drafter.model import Drafter, DrafterConfig
+from drafter.model import DrafterConfig
 from drafter.provenance import read_provenance
 from drafter.records import TrainingRecord
 from drafter.target import Target
@@ -33,7 +33,7 @@ WEIGHTS_NAME = "weights.safetensors"
 # Settings that say where, how often or in which pieces to work, not what is learned.
 _NOT_LEARNED = {
     "states", "target", "output", "warm_start", "device", "checkpoint_interval_s", "chains_per_segment",
-    "rows_per_chunk", "memory_budget_gb",
+    "rows_per_chunk", "memory_budget_gb", "distributed",
 }  # fmt: skip
 
 
@@ -82,12 +82,12 @@ def finished_training(output: Path, fingerprint: str) -> TrainingRecord | None:
     return record if whole else None
 
 
-def save_result(output: Path, drafter: Drafter) -> None:
+def save_result(output: Path, config: DrafterConfig, weights: Mapping[str, torch.Tensor]) -> None:
     """Write the final weights. `training.json`, which makes them count, is the caller's to write after."""
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.trained_state().items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     with atomic_path(output / WEIGHTS_NAME) as temporary:
         save_file(tensors, temporary)
-    write_text_atomically(output / CONFIG_NAME, drafter.config.model_dump_json(indent=2) + "\n")
+    write_text_atomically(output / CONFIG_NAME, config.model_dump_json(indent=2) + "\n")
 
 
 def read_settings(training: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from drafter.chains import Chains
 from drafter.layers import ComputeWeights
 from drafter.loss import HeadGradient, LossSums, RowTargets, TeacherHead, head_loss
 from drafter.model import Drafter
-from drafter.packing import PackedBatch
+from drafter.packing import HasPredictions, PackedBatch
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class StepResult:
     correct: Tensor
 
 
-def count_supervised(batch: PackedBatch, chains: Chains) -> Tensor:
+def count_supervised(batch: HasPredictions, chains: Chains) -> Tensor:
     """Supervised predictions per depth, [K] int64 on the CPU; their sum over a step is its normalizer."""
     reaching = [int((chains.lengths >= depth).sum()) for depth in range(1, chains.num_depths)]
     return torch.tensor([int(batch.supervised.sum()), *reaching], dtype=torch.int64)

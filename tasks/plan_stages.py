@@ -42,6 +42,7 @@ _IGNORED |= {
     "chains_per_segment",
     "rows_per_chunk",
     "memory_budget_gb",
+    "distributed",
 }
 # ... and for what the target answers, the load of the server does not either. Speed is another matter.
 _LOAD = {"concurrency", "max_num_seqs", "kv_cache_gb"}

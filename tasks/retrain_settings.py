@@ -45,7 +45,10 @@ class StatesChoices(_without(ExtractSettings, SHARED | {"dataset", "split", "eva
     """How the target answers and its hidden states are written."""
 
 
-class TrainingChoices(_without(TrainSettings, SHARED | {"states", "drafter", "warm_start", "algorithm"})):  # type: ignore[misc]
+_NO_CHOICE_OF_TRAINING = SHARED | {"states", "drafter", "warm_start", "algorithm", "distributed"}
+
+
+class TrainingChoices(_without(TrainSettings, _NO_CHOICE_OF_TRAINING)):  # type: ignore[misc]
     """How the drafter is trained."""
 
 

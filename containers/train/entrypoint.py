@@ -109,7 +109,7 @@ def require_one_process() -> None:
         raise FledgeError(
             f"{num_processes} training processes: {len(hosts)} instances ({', '.join(hosts)}), "
             f"{num_gpus} GPUs at {here}",
-            "one: the trainer does not share its work among processes",
+            "one: this image starts the trainer in one process",
             "start the job with one instance of a type that has one GPU, such as ml.g6e.2xlarge or ml.p5.4xlarge",
         )
 
