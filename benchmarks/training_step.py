@@ -39,6 +39,7 @@ from drafter.chains import Chains, sample_chains
 from drafter.config import TrainSettings
 from drafter.device import choose_device, peak_memory_gb
 from drafter.loss import TeacherHead
+from drafter.machine import native_number_format
 from drafter.memory_budget import fit_step
 from drafter.model import Drafter, DrafterConfig
 from drafter.optimization import Optimizer
@@ -373,7 +374,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num-tokens", type=int, nargs="+", help="lengths; default 1024 2048 4096")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=["fledge", "speculators"])
     parser.add_argument("--repeats", type=int, default=3, help="measured steps, whose median counts")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default=native_number_format())
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1")
     parser.add_argument("--memory-budget-gb", type=float, help="as the trainer's flag; default: its default")
     parser.add_argument("--timeout-s", type=float, default=1800.0, help="of one peer at one length")

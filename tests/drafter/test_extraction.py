@@ -68,6 +68,7 @@ def settings(tiny_target: Path, dataset: Path, tmp_path: Path) -> ExtractSetting
         max_answer_tokens=12,
         max_length_tokens=256,
         conversations_per_shard=2,
+        server={"dtype": "bfloat16"},  # as shards keep states, so that nothing is rounded on the way
     )
 
 
