@@ -14,7 +14,9 @@ a step: not by the hooks of `DistributedDataParallel` or of FSDP's backward, whi
 
 from __future__ import annotations
 
+import gc
 import os
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -201,9 +203,20 @@ def joined(settings: TrainSettings) -> Iterator[Ranks]:
             "see above what the rank that ended first said; the same command, with any number of ranks, "
             "continues from the last checkpoint",
         ) from error
-    except (SystemExit, KeyboardInterrupt):  # all ranks together, after a checkpoint
-        dist.destroy_process_group()
+    except (SystemExit, KeyboardInterrupt) as asked:  # all ranks together, after a checkpoint
+        traceback.clear_frames(asked.__traceback__)
+        _leave()
         raise
+    _leave()
+
+
+def _leave() -> None:
+    """End the process group while Python lives.
+
+    Gloo's threads hold tensors and end with the last reference to the group. FSDP's objects have some, and refer
+    to each other: left to the end of the interpreter, such a thread aborts the process now and then.
+    """
+    gc.collect()
     dist.destroy_process_group()
 
 

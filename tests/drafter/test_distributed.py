@@ -149,18 +149,23 @@ def test_gradients_and_losses_are_those_of_one_process(
 def test_in_bfloat16_sharded_weights_are_renewed_in_every_step(
     tiny_states: Path, tiny_target: Path, tmp_path: Path
 ) -> None:
-    """Copies in the compute type of weights that come and go: a stale one would train what it was."""
-    changes = {**TWO_DOCUMENTS, "dtype": "bfloat16", "num_epochs": 3}
-    alone = training_settings(tiny_states, tiny_target, tmp_path / "alone", **changes)
-    settings = training_settings(tiny_states, tiny_target, tmp_path / "out", **changes, distributed="fsdp2")
-    record = train(alone)
-    output, _ = finish(start(2, settings))
-    expected = losses(alone.output)
-    assert expected[-1] < 0.9 * expected[0]
-    assert losses(settings.output) == pytest.approx(expected, rel=0.02)
-    (printed,) = [line for line in output.splitlines() if line]
-    assert TrainingRecord.model_validate_json(printed).fingerprint == record.fingerprint
-    assert latest_checkpoint(settings.output) is None
+    """Copies in the compute type of weights that come and go: a stale one would train what it was.
+
+    Held against `ddp`, whose numbers are the same but for the norm of gradients: in bfloat16 one process already
+    drifts by some per cent from itself when its step is cut up otherwise.
+    """
+    found = {}
+    for how in ("ddp", "fsdp2"):
+        changes = {**TWO_DOCUMENTS, "dtype": "bfloat16", "distributed": how}
+        settings = training_settings(tiny_states, tiny_target, tmp_path / how, **changes)
+        output, _ = finish(start(2, settings))
+        found[how] = losses(settings.output)
+        (printed,) = [line for line in output.splitlines() if line]
+        assert TrainingRecord.model_validate_json(printed).num_steps == len(found[how])
+        assert latest_checkpoint(settings.output) is None
+    assert found["fsdp2"][-1] < 0.9 * found["fsdp2"][0]
+    assert found["fsdp2"][:4] == pytest.approx(found["ddp"][:4], rel=1e-5)
+    assert found["fsdp2"] == pytest.approx(found["ddp"], rel=0.02)
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
