@@ -77,17 +77,13 @@ def run_demo(console: Console) -> None:
 
 def stage_seconds(flow_run_id: str) -> dict[str, float]:
     """Seconds of each of the flow run's tasks, in the order in which they started."""
-    from uuid import UUID
+    from tasks.find_runs import read_task_runs
 
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
-    from prefect.client.schemas.sorting import TaskRunSort
-
-    chosen = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(flow_run_id)]))
-    with get_client(sync_client=True) as client:
-        runs = client.read_task_runs(flow_run_filter=chosen, sort=TaskRunSort.EXPECTED_START_TIME_ASC)
     # Prefect makes names unique by a hexadecimal suffix.
-    return {re.sub(r"-[0-9a-f]+$", "", run.name): run.total_run_time.total_seconds() for run in runs}
+    return {
+        re.sub(r"-[0-9a-f]+$", "", run.name): run.total_run_time.total_seconds()
+        for run in read_task_runs(flow_run_id)
+    }
 
 
 def _stage_table(seconds: dict[str, float], total_s: float) -> Table:

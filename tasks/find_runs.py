@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+from uuid import UUID
 
 from drafter.records import EvaluationReport
 from tasks.run_records import RetrainRecord, load_run
 from tasks.settings import Places
+
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import TaskRun
 
 SHORTEST_PREFIX = 6
 
@@ -34,6 +39,17 @@ def list_runs(places: Places) -> list[RetrainRecord]:
     """All finished runs, newest first."""
     records: list[RetrainRecord] = [RetrainRecord.load(path) for path in places.runs.glob("*.json")]
     return sorted(records, key=lambda record: record.ended_at, reverse=True)
+
+
+def read_task_runs(flow_run_id: str) -> list[TaskRun]:
+    """The tasks of a flow run, in the order in which they started. Asks Prefect's API."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+    from prefect.client.schemas.sorting import TaskRunSort
+
+    chosen = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(flow_run_id)]))
+    with get_client(sync_client=True) as client:
+        return client.read_task_runs(flow_run_filter=chosen, sort=TaskRunSort.EXPECTED_START_TIME_ASC)
 
 
 def _run_id(places: Places, run: str) -> str:

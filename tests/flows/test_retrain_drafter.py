@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from drafter.records import EvaluationReport, StatesRecord, TrainingRecord
 from tasks.find_drafters import version_of_alias
 from tasks.track_runs import connect, experiment_id
 from tests.flows.installation import Installation, Kill, Kills
+from tests.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -87,6 +90,24 @@ def test_mlflow_has_pages_metrics_and_parameters_of_the_run(kills: Kills, instal
     assert run.data.metrics["training.loss"] > 0
     assert run.data.metrics["challenger.k2.c1.subjects.acceptance_length"] >= 1
     assert run.data.metrics["estimate.acceptance_length"] >= 1
+
+
+def test_the_benchmark_says_what_the_three_tools_cost(kills: Kills, installation: Installation) -> None:
+    command = [sys.executable, "-m", "benchmarks.pipeline_overhead", "--run", kills.record.run_id, "--json"]
+    output = ["--output", str(installation.places.home / "overhead")]
+    printed = subprocess.run(
+        [*command, *output],
+        env=installation.environment,
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=PATIENCE_S,
+    ).stdout
+    answer = json.loads(printed.splitlines()[-1])
+    seconds = {part["name"]: part["seconds"] for part in answer["parts"]}
+    assert all(value > 0 for value in seconds.values())
+    took_s = (kills.record.ended_at - kills.record.started_at).total_seconds()
+    assert sum(seconds.values()) == pytest.approx(answer["wall_s"]) == pytest.approx(took_s, rel=0.2)
+    assert answer["overhead_share"] == pytest.approx(1 - seconds["the work itself"] / answer["wall_s"])
 
 
 def test_the_same_run_again_trains_and_measures_nothing_without_a_server_too(
