@@ -5,12 +5,12 @@ Verbs import what they need when they run, so that help is instant and a missing
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
 from drafter import config
 from drafter.command_line import Verb, run_verbs
+from drafter.machine import prepare_threads
 from drafter.records import (
     AcceptanceEstimate,
     DatasetRecord,
@@ -39,17 +39,8 @@ def run_extract(settings: config.ExtractSettings) -> StatesRecord:
     return extract(settings)
 
 
-def _share_cores() -> None:
-    """Let torch's threads sleep, not spin, while they wait for each other. Call before torch is imported.
-
-    Spinning threads take the core from the one that they wait for as soon as anything else runs: one other
-    busy process made a training on two cores ten times slower.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
 def run_train(settings: config.TrainSettings) -> TrainingRecord:
-    _share_cores()
+    prepare_threads()
     from drafter.distributed import is_first_rank
     from drafter.trainer import train
 
@@ -75,7 +66,7 @@ def run_preflight(settings: config.PreflightSettings) -> list[str]:
 
 
 def run_estimate(settings: config.EstimateSettings) -> AcceptanceEstimate:
-    _share_cores()
+    prepare_threads()
     from drafter.estimate import estimate
 
     return estimate(settings)

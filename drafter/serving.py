@@ -26,6 +26,7 @@ from typing import Any, Literal, Self
 
 from drafter.config import ServerSettings
 from drafter.errors import ServerError
+from drafter.machine import openmp_library
 from drafter.process_guard import GRACE_S
 from drafter.records import BatchSizeSchedule
 
@@ -142,8 +143,7 @@ def _preloads(python: Path) -> Iterator[Path]:
     places = [*prefix.glob("lib/python3*/site-packages/vllm/libs"), Path("/usr/lib/x86_64-linux-gnu")]
     tcmalloc = [path for place in places for path in sorted(place.glob("libtcmalloc_minimal*.so*"))]
     yield from tcmalloc[:1]
-    openmp = prefix / "lib" / "libiomp5.so"
-    if openmp.exists():
+    if (openmp := openmp_library(prefix)) is not None:
         yield openmp
 
 

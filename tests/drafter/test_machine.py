@@ -1,7 +1,11 @@
-"""Which number format a machine multiplies, and what `auto` becomes there."""
+"""Which number format a machine multiplies, what `auto` becomes there, and how torch's threads wait."""
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,3 +79,27 @@ def test_the_description_names_processor_and_format(on) -> None:
     on(MILAN)
     assert machine.describe_machine().startswith("AMD EPYC, ")
     assert machine.describe_machine().endswith("float32 natively")
+
+
+COMPUTE = """
+from drafter.machine import prepare_threads
+prepare_threads()
+import torch
+torch.set_num_threads(2)
+(torch.ones(400, 400) @ torch.ones(400, 400)).sigmoid_()
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="Intel's OpenMP is for x86-64 alone")
+@pytest.mark.parametrize(("variables", "expected"), [({}, "1ms"), ({"KMP_BLOCKTIME": "7"}, "7ms")])
+def test_torch_computes_with_threads_that_wait_awake_for_a_moment(
+    variables: dict[str, str], expected: str
+) -> None:
+    unset = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "KMP_"))}
+    # Intel's OpenMP prints its settings when the first of torch's threads asks for it.
+    environment = {**unset, "KMP_SETTINGS": "1", **variables}
+    told = subprocess.run(
+        [sys.executable, "-c", COMPUTE], env=environment, capture_output=True, text=True, check=True
+    )
+    assert f"KMP_BLOCKTIME={expected}" in told.stdout + told.stderr
+    assert "OMP_WAIT_POLICY=PASSIVE" in told.stdout + told.stderr
