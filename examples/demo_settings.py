@@ -12,7 +12,7 @@ from tasks.retrain_settings import RetrainSettings
 # takes half an hour all the same.
 _IS_FAST = native_number_format() == "bfloat16"
 # Prompts that are used, chosen by hash. HumanEval is only measured with, never trained on.
-MAX_PROMPTS = {"python-stdlib": 1250 if _IS_FAST else 650, "humaneval": 48}
+MAX_PROMPTS = {"python-stdlib": 1250 if _IS_FAST else 650, "humaneval": 24}
 _TRAINING_S = 510 if _IS_FAST else 460
 
 
