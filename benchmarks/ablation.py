@@ -27,7 +27,7 @@ from rich.text import Text
 from drafter.command_line import Verb, run_verbs
 from drafter.config import EstimateSettings, ExportSettings, Settings, TrainSettings
 from drafter.errors import DataError
-from drafter.files import write_text_atomically
+from drafter.files import read_record, write_text_atomically
 from drafter.machine import describe_machine
 from drafter.records import AcceptanceEstimate, Record, TrainingRecord
 
@@ -154,16 +154,10 @@ def _base(settings: AblationSettings) -> TrainSettings:
     """The settings that all variants share but for one thing.
 
     Raises:
-        DataError: no finished training, or one without a time limit and no `--seconds`.
+        DataError: no finished training or not its settings, or no time limit in them and no `--seconds`.
     """
-    training = settings.training or _newest("training-*", "settings.json", "--training")
-    try:
-        text = (training / "settings.json").read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(
-            f"{training}: {error.strerror}", "a directory that `train` wrote", "correct --training"
-        ) from None
-    base = TrainSettings.model_validate_json(text)
+    training = settings.training or _newest("training-*", "training.json", "--training")
+    base = read_record(TrainSettings, training / "settings.json")
     seconds = QUICK_SECONDS if settings.quick else settings.seconds or base.time_budget_s
     if seconds is None:
         raise DataError(

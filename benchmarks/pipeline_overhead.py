@@ -84,7 +84,8 @@ def pipeline_overhead(settings: PipelineOverheadSettings) -> PipelineOverhead:
     """Divide a run's time.
 
     Raises:
-        DataError: no such run, or one that trained nothing: without work there is no share of it.
+        DataError: no such run, one that Prefect does not know, or one that trained nothing: without work there
+            is no share of it.
     """
     from tasks.find_runs import find_run, list_runs, read_task_runs
     from tasks.local_environment import set_environment_defaults
@@ -102,7 +103,14 @@ def pipeline_overhead(settings: PipelineOverheadSettings) -> PipelineOverhead:
             "a run that did all of its work",
             "name another one (`fledge runs`), or make one: make demo in a fresh FLEDGE_HOME",
         )
-    parts = divide(record.started_at, read_task_runs(record.run_id))
+    tasks = read_task_runs(record.run_id)
+    if not tasks:
+        raise DataError(
+            f"run {record.run_name}: this Prefect knows none of its tasks",
+            "the Prefect that the run was made with",
+            "set PREFECT_API_URL or FLEDGE_HOME as they were then",
+        )
+    parts = divide(record.started_at, tasks)
     wall_s = sum(parts.values())
     return PipelineOverhead(
         run_id=record.run_id,
@@ -148,7 +156,7 @@ def _owners() -> dict[str, str]:
 
 
 def _make_quick_run(home: Path) -> None:
-    """The demo with a hundredth of its work, in a home of its own; begun anew each time."""
+    """The demo with a small part of its work, in a home of its own; begun anew each time."""
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     os.environ["FLEDGE_HOME"] = str(home / stamp)
     from examples.demo_conversations import write_conversations

@@ -1,4 +1,4 @@
-"""A finished run by any of its names, with what it measured, for `fledge report` and `fledge runs`."""
+"""A finished run by any of its names, with what it measured and how long each task took."""
 
 from __future__ import annotations
 

@@ -76,6 +76,11 @@ def test_variants_are_trained_for_the_same_time_and_judged(tmp_path: Path) -> No
     assert (tmp_path / "ablation/table.md").read_text() == markdown(result)
 
 
+def test_a_directory_that_no_training_wrote_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        ablation(AblationSettings(training=tmp_path, held_out=tmp_path))
+
+
 def test_a_training_without_a_time_limit_wants_seconds(tmp_path: Path) -> None:
     settings = training_settings(tmp_path, tmp_path, tmp_path / "training")
     (tmp_path / "settings.json").write_text(settings.model_dump_json())
