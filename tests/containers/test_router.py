@@ -163,7 +163,7 @@ def test_an_answer_that_takes_too_long_is_a_model_error(
         "invocation timed out while waiting for a response from container primary"
         in response["OriginalMessage"]
     )
-    assert fleet.in_flight == 0
+    wait_until(lambda: fleet.in_flight == 0)
 
 
 def test_a_stream_that_takes_too_long_ends_with_sagemakers_exception(
@@ -288,7 +288,7 @@ def test_a_steady_load_loses_no_request_while_one_fleet_takes_over_from_another(
         for submitted in clients:
             submitted.result(30)  # raises what the client raised
     assert set(answers[-10:]) == {"v2"}
-    assert new.in_flight == 0
+    wait_until(lambda: new.in_flight == 0)  # a caller has its last byte a moment before the router is done
 
 
 def test_a_canary_that_crashes_under_load_costs_only_what_it_was_answering_and_one_retry_answers_that(
