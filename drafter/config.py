@@ -163,7 +163,12 @@ class ExtractSettings(Settings):
     conversations_per_shard: int = Field(
         default=128, ge=1, description="A killed run repeats at most one shard."
     )
-    concurrency: int = Field(default=96, ge=1, description="Requests in flight at the server.")
+    num_servers: int = Field(
+        default=1,
+        ge=1,
+        description="vLLM servers side by side, each with a GPU, or a share of the CPU's cores and memory, of its own.",
+    )
+    concurrency: int = Field(default=96, ge=1, description="Requests in flight at each server.")
     auxiliary_layers: tuple[int, int, int] | None = Field(
         default=None, description="Layer ids i whose *entering* states are read; None: (2, L/2, L-3)."
     )

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from drafter.answering import ConversationReader, Extractor
@@ -18,7 +17,7 @@ from drafter.chat_template import load_chat_template
 from drafter.config import ExtractSettings
 from drafter.errors import DataError
 from drafter.extraction_plan import Plan, check_disk, claim, make_plan
-from drafter.progress import Progress, track
+from drafter.progress import track
 from drafter.records import Conversation, ShardRecord, StatesRecord
 from drafter.shards import MANIFEST, finished_shard, open_states
 from drafter.state_server import start_extractor
@@ -35,115 +34,113 @@ def extract(settings: ExtractSettings) -> StatesRecord:
         DataError: a dataset that cannot be used, states that are not finite, a full disk.
         ServerError: no vLLM, or a server that dies.
     """
-    sides = [_Side(make_plan(one)) for one in settings.sides]
-    unfinished = [side for side in sides if not side.finished]
+    plans = [make_plan(one) for one in settings.sides]
+    missing = [_claim(plan) for plan in plans]
+    unfinished = [(p, m) for p, m in zip(plans, missing, strict=True) if m or not _manifest(p).exists()]
     if unfinished:
-        asyncio.run(_extract_sides(unfinished))
+        asyncio.run(_extract(unfinished))
     record: StatesRecord = StatesRecord.load(settings.output / MANIFEST)
     return record
 
 
+def _claim(plan: Plan) -> list[int]:
+    """Make the output this plan's; its shards that are not there yet. A manifest that misses some goes."""
+    output = plan.settings.output
+    claim(output, plan.digest)
+    missing = [index for index in range(len(plan.parts)) if finished_shard(output, index) is None]
+    if missing:
+        _manifest(plan).unlink(missing_ok=True)
+    return missing
+
+
+def _manifest(plan: Plan) -> Path:
+    return plan.settings.output / MANIFEST
+
+
+async def _extract(unfinished: list[tuple[Plan, list[int]]]) -> None:
+    """All sides through one extractor, so that it is as busy at the end of one as within it."""
+    started_at = time.monotonic()
+    reserved_bytes = 0
+    sides = []
+    for plan, missing in unfinished:
+        sides.append(_Side(plan, missing))
+        reserved_bytes += sides[-1].check_disk(reserved_bytes)
+    num_tokens, reading_s = 0, 0.0
+    if any(side.missing for side in sides):
+        # It writes to one spool; states move from there to their own side's.
+        async with _extractor(sides[0].plan, sides[0].spool.raw) as extractor:
+            reading_since = time.monotonic()
+            num_tokens = await _read_all(extractor, sides)
+            reading_s = time.monotonic() - reading_since
+            for side in sides:
+                await side.packer.pack_rest()
+    for side in sides:
+        side.finish(time.monotonic() - started_at, num_tokens / max(reading_s, 1e-9))
+
+
 class _Side:
-    """The extraction of one split: what of it is missing, and its way to a manifest."""
+    """What is missing of one split, and its way to a manifest.
 
-    def __init__(self, plan: Plan) -> None:
+    Args:
+        missing: shards that are not there yet.
+    """
+
+    def __init__(self, plan: Plan, missing: list[int]) -> None:
         self.plan = plan
-        self.output = plan.settings.output
-        claim(self.output, plan.digest)
-        self._missing = [i for i in range(len(plan.parts)) if finished_shard(self.output, i) is None]
-        self.finished = (self.output / MANIFEST).exists() and not self._missing
-        if not self.finished:
-            (self.output / MANIFEST).unlink(missing_ok=True)
+        self.missing = missing
+        self.spool = Spool(plan.settings.output)
+        self.template = load_chat_template(plan.settings.target)
+        self.todo = [
+            (index, conversation)
+            for index, conversation in plan.conversations
+            if index in missing and not self.spool.is_done(conversation)
+        ]
+        self.packer = _Packer(plan, self.spool, missing, self.todo)
 
-    def prepare(self, reserved_bytes: int) -> int:
-        """Find what is left to compute, before anything is started; returns the bytes that it may take.
-
-        Args:
-            reserved_bytes: what others will have taken of the disk by then.
+    def check_disk(self, reserved_bytes: int) -> int:
+        """Bytes that it may take; `reserved_bytes` are what others will have taken by then.
 
         Raises:
             DataError: too little room.
         """
-        self.spool = Spool(self.output)
-        missing = set(self._missing)
-        self._template = load_chat_template(self.plan.settings.target)
-        self._todo = [
-            (i, c) for i, c in self.plan.conversations if i in missing and not self.spool.is_done(c)
-        ]
-        if not missing:
+        if not self.missing:
             return 0
-        return check_disk(self.plan, self._template, [c for _, c in self._todo], reserved_bytes)
+        return check_disk(self.plan, self.template, [c for _, c in self.todo], reserved_bytes)
 
-    async def extract(self, extractor: Extractor | None, started_at: float) -> None:
-        """Compute and pack the missing shards, and write the manifest.
-
-        Args:
-            extractor: None when every shard is there already.
-            started_at: monotonic time since when this side is waited for.
-        """
-        settings, num_tokens = self.plan.settings, 0
-        working_since = time.monotonic()
-        if extractor is not None:
-            packer = _Packer(self.plan, self.spool, self._missing, self._todo)
-            reader = ConversationReader(extractor, self._template, settings, self.plan.window)
-            with track(len(self._todo), f"extracting, {settings.split}", "conversations") as progress:
-                num_tokens = await _read_all(reader, self.spool, packer, iter(self._todo), progress)
-            await packer.pack_rest()
+    def finish(self, elapsed_s: float, tokens_per_s: float) -> None:
+        """Write the manifest: every shard is packed."""
         self.spool.remove()
-        tokens_per_s = num_tokens / max(time.monotonic() - working_since, 1e-9)
-        record = _make_manifest(self.plan, time.monotonic() - started_at, tokens_per_s)
-        record.save(self.output / MANIFEST)
-        open_states(self.output, self.plan.target.fingerprint)
-        _remove_leftovers(self.output, record)
-
-    @property
-    def needs_extractor(self) -> bool:
-        return bool(self._missing)
+        output = self.plan.settings.output
+        record = _make_manifest(self.plan, elapsed_s, tokens_per_s)
+        record.save(_manifest(self.plan))
+        open_states(output, self.plan.target.fingerprint)
+        _remove_leftovers(output, record)
 
 
-async def _extract_sides(sides: list[_Side]) -> None:
-    """One extractor for all sides, one after the other."""
-    started_at = time.monotonic()
-    reserved_bytes = 0
-    for side in sides:
-        reserved_bytes += side.prepare(reserved_bytes)
-    async with AsyncExitStack() as stack:
-        extractor = None
-        if any(side.needs_extractor for side in sides):
-            # It writes to the last side's spool, which goes last; states move from there to their own side's.
-            extractor = await stack.enter_async_context(_extractor(sides[0].plan, sides[-1].spool.raw))
-        for side in sides:
-            await side.extract(extractor if side.needs_extractor else None, started_at)
-            started_at = time.monotonic()
-
-
-async def _read_all(
-    reader: ConversationReader,
-    spool: Spool,
-    packer: _Packer,
-    todo: Iterator[tuple[int, Conversation]],
-    progress: Progress,
-) -> int:
-    """Work through `todo` with as many conversations at a time as the settings say."""
+async def _read_all(extractor: Extractor, sides: list[_Side]) -> int:
+    """Every conversation that is left, one side after the other, many at a time; returns the number of tokens."""
     num_tokens = 0
     started_at = time.monotonic()
+    todo = ((side, index, conversation) for side in sides for index, conversation in side.todo)
 
     async def work() -> None:
         nonlocal num_tokens
-        for index, conversation in todo:
+        for side, index, conversation in todo:
+            reader = ConversationReader(extractor, side.template, side.plan.settings, side.plan.window)
             result = await reader.read(conversation)
-            num_tokens += await asyncio.to_thread(spool.put, conversation, result)
-            await packer.finished(index)
+            num_tokens += await asyncio.to_thread(side.spool.put, conversation, result)
+            await side.packer.finished(index)
             progress.note(f"{num_tokens / (time.monotonic() - started_at):.0f} tokens/s")
             progress.advance()
 
-    workers = [asyncio.create_task(work()) for _ in range(packer.concurrency)]
-    try:
-        await asyncio.gather(*workers)
-    finally:  # the first error, or Ctrl-C, ends all
-        for worker in workers:
-            worker.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
+    with track(sum(len(side.todo) for side in sides), "extracting", "conversations") as progress:
+        workers = [asyncio.create_task(work()) for _ in range(sides[0].plan.num_in_flight)]
+        try:
+            await asyncio.gather(*workers)
+        finally:  # the first error, or Ctrl-C, ends all
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
     return num_tokens
 
 
@@ -159,7 +156,6 @@ class _Packer:
         for index, _ in todo:
             self._left[index] += 1
         self._lock = asyncio.Lock()
-        self.concurrency = plan.settings.concurrency if plan.settings.extractor == "vllm" else 1
 
     async def finished(self, index: int) -> None:
         """One more conversation of shard `index` is spooled."""

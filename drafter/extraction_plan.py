@@ -56,6 +56,12 @@ class Plan:
         return digest_of([own, self.layers, self.window, self.dataset.digest, self.target.fingerprint])
 
     @property
+    def num_in_flight(self) -> int:
+        """Conversations that are worked on at a time."""
+        settings = self.settings
+        return settings.concurrency * settings.num_servers if settings.extractor == "vllm" else 1
+
+    @property
     def conversations(self) -> Iterator[tuple[int, Conversation]]:
         """(shard, conversation), in order."""
         return ((index, conversation) for index, part in enumerate(self.parts) for conversation in part)
@@ -142,7 +148,7 @@ def check_disk(
     num_tokens = sum(_most_tokens(plan, template, conversation) for conversation in conversations)
     bytes_per_token = 4 * plan.target.hidden_size * _BYTES_PER_STATE + 5
     # A shard and the conversations in flight stand in the spool as well.
-    in_spool = min(plan.settings.conversations_per_shard + plan.settings.concurrency, len(conversations))
+    in_spool = min(plan.settings.conversations_per_shard + plan.num_in_flight, len(conversations))
     needed = num_tokens * bytes_per_token
     needed += needed * in_spool // max(len(conversations), 1) + _RESERVE_BYTES
     free = max(shutil.disk_usage(plan.settings.output).free - reserved_bytes, 0)

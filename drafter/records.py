@@ -101,8 +101,8 @@ class StatesRecord(Record):
         default=False,
         description="The target wrote the answers at temperature 0: they are its own greedy tokens.",
     )
-    elapsed_s: float
-    tokens_per_s: float
+    elapsed_s: float = Field(description="Of the whole run, with the start of its servers.")
+    tokens_per_s: float = Field(description="Of all sides that the run read, while its servers answered.")
 
 
 class TrainingRecord(Record):

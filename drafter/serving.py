@@ -20,6 +20,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -37,6 +38,8 @@ _HOST = "127.0.0.1"
 _POLL_S = 0.25
 _TELL_EVERY_S = 15.0
 _FEW_CORES = 8
+_VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+_NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 # Loopback requests must not take a detour through a proxy that the environment names.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -89,11 +92,55 @@ def last_lines(path: Path, count: int = LOG_LINES_IN_ERROR) -> str:
     return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-count:])
 
 
-def vllm_environment(settings: ServerSettings, base: Mapping[str, str] | None = None) -> dict[str, str]:
+@dataclass(frozen=True)
+class Share:
+    """What of this machine a server may compute on: it is number `index` of `count` that run at the same time."""
+
+    index: int = 0
+    count: int = 1
+
+    def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """What keeps such servers out of each other's way; nothing for a single one.
+
+        On GPUs each gets one of its own, in order. On a CPU each has its number of threads and the system finds
+        them cores: bound to cores, they would wait for whatever else runs on just those.
+
+        Raises:
+            ServerError: fewer GPUs than servers.
+        """
+        if self.count == 1:
+            return {}
+        gpus = _visible_gpus(environment)
+        if gpus and len(gpus) < self.count:
+            raise ServerError(
+                f"{self.count} servers side by side, and {len(gpus)} GPU(s)",
+                "a GPU for each server",
+                f"set num_servers to at most {len(gpus)}",
+            )
+        if gpus:
+            return {_VISIBLE_GPUS: gpus[self.index]}
+        num_threads = max(1, len(os.sched_getaffinity(0)) // self.count)
+        return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(num_threads)}
+
+
+def _visible_gpus(environment: Mapping[str, str]) -> list[str]:
+    """Numbers or names of the NVIDIA GPUs that a process may use."""
+    if _VISIBLE_GPUS in environment:
+        return [name for name in environment[_VISIBLE_GPUS].split(",") if name]
+    return [str(number) for number in range(len(list(_NVIDIA_GPUS.glob("*"))))]
+
+
+def vllm_environment(
+    settings: ServerSettings, base: Mapping[str, str] | None = None, share: Share | None = None
+) -> dict[str, str]:
     """Environment variables for any process of the vLLM environment: offline, silent to outsiders, fast on CPU.
 
     Args:
         base: what to start from; None takes this process's environment.
+        share: None: the whole machine.
+
+    Raises:
+        ServerError: the machine cannot be shared like that.
     """
     environment = dict(os.environ if base is None else base)
     for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP"):
@@ -108,6 +155,7 @@ def vllm_environment(settings: ServerSettings, base: Mapping[str, str] | None = 
         VLLM_CPU_KVCACHE_SPACE=str(math.ceil(settings.kv_cache_gb)),  # vLLM reads whole GiB only
     )
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+    environment.update((share or Share()).variables(environment))
     if (cores := _cores_to_compute_on()) is not None:
         binding = environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
         if binding == cores:
@@ -190,6 +238,7 @@ class VllmServer:
         log_path: file that takes the server's output; replaced when it exists.
         extra_args: further command-line arguments of vLLM, e.g. from `speculative_arguments`.
         served_names: names the model answers to, the first one being what answers carry; default "target".
+        share: with other servers beside it, its share of the machine.
     """
 
     def __init__(
@@ -199,12 +248,14 @@ class VllmServer:
         log_path: Path,
         extra_args: Sequence[str] = (),
         served_names: Sequence[str] = (),
+        share: Share | None = None,
     ) -> None:
         self.target = target.absolute()
         self.settings = settings
         self.log_path = log_path.absolute()
         self.extra_args = tuple(extra_args)
         self.served_names = tuple(served_names) or ("target",)
+        self.share = share
         self.start_s = 0.0
         self.port = 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -243,10 +294,11 @@ class VllmServer:
         """Start without waiting; `wait_until_ready` is the other half. For overlapping a start with other work.
 
         Raises:
-            ServerError: no vLLM environment, or the port is in use.
+            ServerError: no vLLM environment, the port is in use, or the machine cannot be shared like that.
         """
         assert self._process is None, "already started"
         python = require_vllm_environment(self.settings)
+        environment = vllm_environment(self.settings, share=self.share)
         self.port = _choose_port(self.settings.port)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         guard = [sys.executable, "-I", "-S", str(Path(__file__).with_name("process_guard.py"))]
@@ -258,7 +310,7 @@ class VllmServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=self.log_path.parent,
-                env=vllm_environment(self.settings),
+                env=environment,
                 start_new_session=True,  # a Ctrl-C at the terminal is ours to handle, not the server's
             )
         logger.info("starting vLLM on port %d, log in %s", self.port, self.log_path)

@@ -1,4 +1,4 @@
-"""vLLM as an extractor: a server that writes the hidden states of what it reads and answers, and its client.
+"""vLLM as an extractor: servers that write the hidden states of what they read and answer, and their client.
 
 L is the number of the target's layers. One file per request appears in the spool directory, through the
 connector of `containers/vllm`. Layer id i is the state entering layer i; id L is the state before the last norm.
@@ -11,8 +11,8 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import httpx
 from drafter.answering import Answer
 from drafter.config import ExtractSettings
 from drafter.errors import DataError, ServerError
-from drafter.serving import VllmServer
+from drafter.serving import Share, VllmServer
 from drafter.target import Target
 
 # vLLM leaves out the states of a step that comes this close to its own limit.
@@ -32,31 +32,50 @@ _REQUEST_TIMEOUT_S = 1800.0
 
 
 class VllmExtractor:
-    """Client of a running extraction server. Use `start_extractor`."""
+    """Client of running extraction servers; a request goes to the least busy one. Use `start_extractor`."""
 
-    def __init__(self, server: VllmServer, client: httpx.AsyncClient, temperature: float) -> None:
-        self._server = server
+    def __init__(self, servers: Sequence[VllmServer], client: httpx.AsyncClient, temperature: float) -> None:
+        self._in_flight = dict.fromkeys(servers, 0)
         self._client = client
         self._temperature = temperature
 
     async def answer(self, prompt: tuple[int, ...], max_tokens: int, seed: int, keep_states: bool) -> Answer:
         """Generate; the states of prompt and answer come along if `keep_states`."""
         transfer = {"include_output_tokens": True} if keep_states else {"save_hidden_states": False}
-        body = await self._complete(prompt, max_tokens, transfer, temperature=self._temperature, seed=seed)
+        with self._least_busy() as server:
+            body = await self._complete(
+                server, prompt, max_tokens, transfer, temperature=self._temperature, seed=seed
+            )
+            states = await self._wait_for_file(server, body) if keep_states else None
         choice = body["choices"][0]
-        ids = tuple(choice["token_ids"])
-        states = await self._wait_for_file(body) if keep_states else None
-        return Answer(ids, choice["finish_reason"] == "stop", states)
+        return Answer(tuple(choice["token_ids"]), choice["finish_reason"] == "stop", states)
 
     async def states(self, ids: tuple[int, ...]) -> Path:
         """Read given tokens; the one token that a request has to generate is thrown away."""
-        return await self._wait_for_file(await self._complete(ids, 1, {}, temperature=0.0))
+        with self._least_busy() as server:
+            return await self._wait_for_file(
+                server, await self._complete(server, ids, 1, {}, temperature=0.0)
+            )
+
+    @contextlib.contextmanager
+    def _least_busy(self) -> Iterator[VllmServer]:
+        server = min(self._in_flight, key=self._in_flight.__getitem__)
+        self._in_flight[server] += 1
+        try:
+            yield server
+        finally:
+            self._in_flight[server] -= 1
 
     async def _complete(
-        self, prompt: Sequence[int], max_tokens: int, transfer: dict[str, Any], **sampling: Any
+        self,
+        server: VllmServer,
+        prompt: Sequence[int],
+        max_tokens: int,
+        transfer: dict[str, Any],
+        **sampling: Any,
     ) -> dict[str, Any]:
         request = {
-            "model": self._server.model,
+            "model": server.model,
             "prompt": list(prompt),
             "max_tokens": max_tokens,
             "return_token_ids": True,
@@ -64,12 +83,12 @@ class VllmExtractor:
             **sampling,
         }
         try:
-            response = await self._client.post(f"{self._server.url}/v1/completions", json=request)
+            response = await self._client.post(f"{server.url}/v1/completions", json=request)
         except httpx.TransportError as error:
             await asyncio.sleep(1.0)  # a dying server closes connections before its process has ended
-            self._server.raise_if_dead()
+            server.raise_if_dead()
             raise ServerError(
-                f"a request to the vLLM server failed: {type(error).__name__}: {error}; log: {self._server.log_path}",
+                f"a request to the vLLM server failed: {type(error).__name__}: {error}; log: {server.log_path}",
                 f"an answer within {_REQUEST_TIMEOUT_S:.0f} s",
                 "lower concurrency or max_answer_tokens; the run continues where it stopped",
             ) from None
@@ -77,12 +96,12 @@ class VllmExtractor:
             raise ServerError(
                 f"the vLLM server refused a request ({response.status_code}): {response.text[:500]}",
                 "a request that fits the server",
-                f"read {self._server.log_path}; report it if the settings are not at fault",
+                f"read {server.log_path}; report it if the settings are not at fault",
             )
         body: dict[str, Any] = response.json()
         return body
 
-    async def _wait_for_file(self, body: dict[str, Any]) -> Path:
+    async def _wait_for_file(self, server: VllmServer, body: dict[str, Any]) -> Path:
         """The file is written just after the answer; it appears when it is whole."""
         path = Path((body.get("kv_transfer_params") or {}).get("hidden_states_path") or "")
         error = path.with_name(f"{path.name}.error")
@@ -96,11 +115,11 @@ class VllmExtractor:
                 )
             await asyncio.sleep(_POLL_S)
         if not path.name or not path.exists():
-            self._server.raise_if_dead()
+            server.raise_if_dead()
             raise ServerError(
                 f"vLLM answered, but wrote no states ({path or 'no path given'}) within {_FILE_TIMEOUT_S:.0f} s",
                 "the fledge-vllm package in the vLLM environment",
-                f"install containers/vllm there (make setup); read {self._server.log_path}",
+                f"install containers/vllm there (make setup); read {server.log_path}",
             )
         return path
 
@@ -109,15 +128,15 @@ class VllmExtractor:
 async def start_extractor(
     settings: ExtractSettings, target: Target, layers: Sequence[int], spool: Path, window: int
 ) -> AsyncIterator[VllmExtractor]:
-    """Start a server for extraction and end it with the block.
+    """Start the servers for extraction and end them with the block.
 
     Args:
         layers: layer ids whose entering states are written.
-        spool: directory for the server's files.
+        spool: directory for the servers' files.
         window: most tokens of a conversation.
 
     Raises:
-        ServerError: it does not start.
+        ServerError: one does not start.
     """
     server_settings = settings.server.model_copy(
         update={
@@ -125,22 +144,39 @@ async def start_extractor(
             "max_model_len_tokens": window + WINDOW_MARGIN_TOKENS,
         }
     )
-    server = VllmServer(
-        target.path,
-        server_settings,
-        log_path=settings.output / "server.log",
-        extra_args=extraction_arguments(layers, spool),
-    )
+    count = settings.num_servers
+    if count > 1 and server_settings.port is not None:
+        raise ServerError(
+            f"server.port {server_settings.port} for {count} servers",
+            "a port for each",
+            "leave server.port out: each takes a free one",
+        )
+    names = ["server.log"] if count == 1 else [f"server-{index}.log" for index in range(count)]
+    servers = [
+        VllmServer(
+            target.path,
+            server_settings,
+            log_path=settings.output / name,
+            extra_args=extraction_arguments(layers, spool),
+            share=Share(index, count),
+        )
+        for index, name in enumerate(names)
+    ]
     logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for each of thousands of requests
-    limits = httpx.Limits(max_connections=settings.concurrency + 8)
-    await asyncio.to_thread(server.start)
-    try:
-        await asyncio.to_thread(server.wait_until_ready)
-        async with httpx.AsyncClient(timeout=_REQUEST_TIMEOUT_S, limits=limits, trust_env=False) as client:
-            yield VllmExtractor(server, client, settings.temperature)
-    finally:
-        with contextlib.suppress(ServerError):
-            server.stop()
+    limits = httpx.Limits(max_connections=count * settings.concurrency + 8)
+    async with AsyncExitStack() as stack:
+        for server in servers:
+            stack.callback(_stop, server)
+            await asyncio.to_thread(server.start)
+        for server in servers:
+            await asyncio.to_thread(server.wait_until_ready)
+        client = httpx.AsyncClient(timeout=_REQUEST_TIMEOUT_S, limits=limits, trust_env=False)
+        yield VllmExtractor(servers, await stack.enter_async_context(client), settings.temperature)
+
+
+def _stop(server: VllmServer) -> None:
+    with contextlib.suppress(ServerError):
+        server.stop()
 
 
 def extraction_arguments(layers: Sequence[int], spool: Path) -> tuple[str, ...]:

@@ -43,9 +43,10 @@ _IGNORED |= {
     "rows_per_chunk",
     "memory_budget_gb",
     "distributed",
+    "num_ranks",
 }
 # ... and for what the target answers, the load of the server does not either. Speed is another matter.
-_LOAD = {"concurrency", "max_num_seqs", "kv_cache_gb"}
+_LOAD = {"num_servers", "concurrency", "max_num_seqs", "kv_cache_gb"}
 
 
 def digest_of_settings(settings: Settings, **inputs: Any) -> str:

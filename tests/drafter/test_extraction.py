@@ -437,11 +437,11 @@ def real_settings(tmp_path_factory: pytest.TempPathFactory) -> ExtractSettings:
 
 @pytest.fixture(scope="module")
 def real_states(real_settings: ExtractSettings) -> HiddenStates:
-    """States of a run whose process was killed after its first shard and which then went on."""
+    """States of a run whose process was killed after its first shard and which two servers then finished."""
     process = run_extract(real_settings)
     kill_when(process, lambda: len(finished_shards(real_settings.output)) >= 1)
     before = {name: files(real_settings.output)[name] for name in finished_shards(real_settings.output)}
-    record = extract(real_settings)
+    record = extract(changed(real_settings, num_servers=2))
     assert before.items() <= files(real_settings.output).items()
     assert record.num_conversations == 5
     return open_states(real_settings.output, load_target(real_settings.target).fingerprint)

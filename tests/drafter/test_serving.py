@@ -16,7 +16,13 @@ import pytest
 
 from drafter.config import ServerSettings
 from drafter.errors import ServerError
-from drafter.serving import VllmServer, require_vllm_environment, speculative_arguments, vllm_environment
+from drafter.serving import (
+    Share,
+    VllmServer,
+    require_vllm_environment,
+    speculative_arguments,
+    vllm_environment,
+)
 from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -144,11 +150,10 @@ def test_server_that_dies_while_starting_shows_the_end_of_its_log(tmp_path: Path
 def test_server_that_does_not_get_ready_is_ended_in_time(tmp_path: Path) -> None:
     settings = stand_in(tmp_path, "print('pids', os.getpid(), os.getpid(), flush=True); time.sleep(3600)")
     log = tmp_path / "server.log"
-    with (
-        pytest.raises(ServerError, match="did not answer within 1 s"),
-        VllmServer(tmp_path, settings.model_copy(update={"start_timeout_s": 1.0}), log),
-    ):
-        pass
+    server = VllmServer(tmp_path, settings.model_copy(update={"start_timeout_s": 1.0}), log).start()
+    wait_until(lambda: pids_in(log))
+    with pytest.raises(ServerError, match="did not answer within 1 s"):
+        server.wait_until_ready()
     assert not running(pids_in(log)[0])
 
 
@@ -196,6 +201,27 @@ def test_processes_of_the_vllm_environment_are_offline_and_see_nothing_of_ours()
     assert environment["VLLM_CPU_KVCACHE_SPACE"] == "2"
     assert environment["HOME"] == "/home"
     assert not {"PYTHONPATH", "HTTPS_PROXY"} & environment.keys()
+
+
+def test_servers_side_by_side_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)))
+    base = {"OMP_NUM_THREADS": "6", "VLLM_CPU_OMP_THREADS_BIND": "0-5"}
+    environment = vllm_environment(ServerSettings(), base, Share(1, 2))
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert environment["FLEDGE_VLLM_FORK"] == "1"
+    assert vllm_environment(ServerSettings(), base, Share(5, 7))["OMP_NUM_THREADS"] == "1"
+    alone = vllm_environment(ServerSettings(), {}, Share())
+    assert alone["VLLM_CPU_OMP_THREADS_BIND"] == "0,1,2,3,4,5"
+
+
+def test_servers_side_by_side_take_a_gpu_each() -> None:
+    base = {"CUDA_VISIBLE_DEVICES": "4,GPU-7,6"}
+    found = [vllm_environment(ServerSettings(), base, Share(i, 2))["CUDA_VISIBLE_DEVICES"] for i in (0, 1)]
+    assert found == ["4", "GPU-7"]
+    assert vllm_environment(ServerSettings(), base)["CUDA_VISIBLE_DEVICES"] == "4,GPU-7,6"
+    with pytest.raises(ServerError, match=r"4 servers side by side, and 3 GPU"):
+        vllm_environment(ServerSettings(), base, Share(0, 4))
 
 
 def test_parallel_drafting_is_what_tells_peagle_from_eagle3(tmp_path: Path) -> None:
