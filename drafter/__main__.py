@@ -143,9 +143,9 @@ VERBS = (
         "Writes metrics.jsonl as it goes and a checkpoint every minute; killed, it resumes in mid-epoch to the\n"
         "same losses. --warm-start continues from an exported drafter and keeps its draft vocabulary.\n"
         "--algorithm eagle3 trains what P-EAGLE is compared with: evaluate it with speculation eagle3.\n\n"
-        "In several processes, to the same losses:  torchrun --nproc-per-node 2 -m drafter train [flags]\n"
-        "The documents of each step are divided over them; --sequences-per-step should be no less than their\n"
-        "number. It resumes with any number of them. docs/distributed_training.md has the rest.",
+        "--num-ranks 2 trains in two processes, to the same losses: the documents of each step are divided\n"
+        "over them, so a step should have several. It resumes with any number of them. For several machines\n"
+        "there is torchrun: docs/distributed_training.md.",
         (
             "python -m drafter train --states work/states --target models/target --output work/training",
             "python -m drafter train --states work/states --target models/target --output work/training "

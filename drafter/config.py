@@ -298,14 +298,20 @@ class TrainSettings(Settings):
     checkpoint_interval_s: float = Field(
         default=60.0, gt=0, description="Seconds between resumable checkpoints."
     )
+    num_ranks: int = Field(
+        default=1,
+        ge=1,
+        description="Processes of this machine that train together, each with a GPU, or a share of the CPU's cores, "
+        "of its own. It is the same training. Under torchrun its number counts.",
+    )
     distributed: Literal["ddp", "fsdp2"] = Field(
         default="ddp",
-        description="With several processes (torchrun): `ddp` keeps drafter and optimizer whole in each, `fsdp2` "
+        description="With several processes: `ddp` keeps drafter and optimizer whole in each, `fsdp2` "
         "a share of them in each. The training is the same.",
     )
     device: str = Field(
         default="auto",
-        description="`auto`, `cpu`, `cuda`, `cuda:1`. Processes of torchrun each take the GPU of their number.",
+        description="`auto`, `cpu`, `cuda`, `cuda:1`. Of several processes each takes the GPU of its number.",
     )
     seed: int = Field(default=0, description="Seed of initialisation, order and chains.")
 

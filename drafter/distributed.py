@@ -1,4 +1,4 @@
-"""The processes that train one drafter together: torchrun's ranks, and what they tell each other.
+"""The processes that train one drafter together: ranks of torchrun or our own, and what they tell each other.
 
 Every rank goes through the same steps and computes the gradients of its share of each (`drafter/step_work.py`).
 They meet at four points, in the same order, whether their share is empty or not:
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,13 +28,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from drafter.companions import companions, own_rank
 from drafter.config import TrainSettings
 from drafter.device import choose_device
-from drafter.errors import FledgeError
+from drafter.errors import LOST_RANK, FledgeError
 from drafter.model import Drafter
 
 # A rank that is alive and silent for so long has failed. Reading states and writing a checkpoint must fit in.
 _TIMEOUT = timedelta(minutes=30)
+_POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Ranks:
         rank, size: its number from 0, of how many.
         num_local: how many of them run on this machine.
         is_sharded: whether each holds only its rows of weights and moments (FSDP2).
-        launcher: process id of torchrun; 0 if there is none.
+        launcher: process id of whoever started it as a rank, torchrun or the first one; 0 if there is none.
     """
 
     device: torch.device
@@ -62,7 +65,7 @@ class Ranks:
 
     @property
     def has_lost_launcher(self) -> bool:
-        """Whether torchrun was killed: nobody would end the ranks then but they themselves."""
+        """Whether the launcher was killed: nobody would end the ranks then but they themselves."""
         return self.launcher != 0 and os.getppid() != self.launcher
 
     def largest(self, *numbers: float) -> tuple[float, ...]:
@@ -169,36 +172,66 @@ def placed_like(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 @contextmanager
 def joined(settings: TrainSettings) -> Iterator[Ranks]:
-    """The ranks that torchrun has started for this training, or this process alone.
+    """The ranks that torchrun has started for this training, or that the settings ask for, or this process alone.
 
     Raises:
         FledgeError: no device for this rank, or another rank has ended before its time.
     """
-    if num_ranks() == 1:
+    if dist.is_torchelastic_launched() and int(os.environ["WORLD_SIZE"]) > 1:
+        device = choose_device(settings.device, int(os.environ["LOCAL_RANK"]))
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        sharded = settings.distributed == "fsdp2"
+        with _joined(
+            Ranks(device, rank, size, int(os.environ["LOCAL_WORLD_SIZE"]), sharded, os.getppid())
+        ) as ranks:
+            yield ranks
+    elif dist.is_torchelastic_launched() or settings.num_ranks == 1:
         yield Ranks(choose_device(settings.device))
-        return
-    local_rank = int(os.environ["LOCAL_RANK"])
-    device = choose_device(settings.device, local_rank)
-    ranks = Ranks(
-        device,
-        int(os.environ["RANK"]),
-        num_ranks(),
-        int(os.environ["LOCAL_WORLD_SIZE"]),
-        settings.distributed == "fsdp2",
-        os.getppid(),
-    )
+    else:
+        with _joined_here(settings) as ranks:
+            yield ranks
+
+
+@contextmanager
+def _joined_here(settings: TrainSettings) -> Iterator[Ranks]:
+    """Ranks of this machine that the first of them starts."""
+    size, rank = settings.num_ranks, own_rank()
+    launcher = os.getppid() if rank else 0
+    device = choose_device(settings.device, rank)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")  # nothing of it is for other machines
+    with companions(settings) as (meeting, check):
+        store = dist.FileStore(str(meeting), size)  # type: ignore[attr-defined]
+        store.add("joined", 1)
+        # Not left to the process group: it would wait half an hour for a rank that could not even start.
+        while rank == 0 and store.add("joined", 0) < size:
+            check()
+            time.sleep(_POLL_S)
+        with _joined(
+            Ranks(device, rank, size, size, settings.distributed == "fsdp2", launcher), store
+        ) as ranks:
+            yield ranks
+
+
+@contextmanager
+def _joined(ranks: Ranks, store: Any = None) -> Iterator[Ranks]:
+    """A process group of these ranks while the block lasts; without a store it meets where torchrun says."""
+    device = ranks.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # What is decided travels on the CPU, so that no step waits for a GPU to know it.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    where = {} if store is None else {"store": store, "rank": ranks.rank, "world_size": ranks.size}
     try:
-        dist.init_process_group(backend, timeout=_TIMEOUT)
+        dist.init_process_group(backend, timeout=_TIMEOUT, **where)
         yield ranks
     except RuntimeError as error:
         if not _says_that_a_rank_is_gone(error):
             raise  # and leave without saying goodbye to ranks that may wait for something else
         raise FledgeError(
-            f"rank {ranks.rank} of {ranks.size} has lost another rank: {str(error).splitlines()[0]}",
+            f"rank {ranks.rank} of {ranks.size} {LOST_RANK}: {str(error).splitlines()[0]}",
             "every rank to live until the training ends",
             "see above what the rank that ended first said; the same command, with any number of ranks, "
             "continues from the last checkpoint",
@@ -220,14 +253,11 @@ def _leave() -> None:
     dist.destroy_process_group()
 
 
-def num_ranks() -> int:
-    """How many processes torchrun has started for this training; 1 without torchrun."""
-    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
-
-
 def is_first_rank() -> bool:
     """Whether this process speaks for the training."""
-    return num_ranks() == 1 or os.environ["RANK"] == "0"
+    if dist.is_torchelastic_launched():
+        return os.environ["RANK"] == "0"
+    return own_rank() == 0
 
 
 def _says_that_a_rank_is_gone(error: RuntimeError) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+# In the words of a rank whose training ended because another one did: the reason is not its own.
+LOST_RANK = "has lost another rank"
+
 
 class FledgeError(Exception):
     """A problem that the user can fix. Entry points print it without a traceback and exit with 1.

@@ -23,10 +23,10 @@ _POLL_S = 0.2
 _PR_SET_PDEATHSIG = 1
 
 
-def _end_with_the_guard() -> None:
-    """In the child, before exec: should somebody SIGKILL the guard, the command gets SIGTERM. Linux only."""
+def end_with_parent(number: int = signal.SIGTERM) -> None:
+    """In a child, before exec: it gets this signal should somebody SIGKILL its parent. Linux only."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _signal_group(group: int, number: int) -> bool:
@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
         arguments,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=_end_with_the_guard,
+        preexec_fn=end_with_parent,
     )
     while command.poll() is None and not stop_asked:
         readable, _, _ = select.select([sys.stdin], [], [], _POLL_S)

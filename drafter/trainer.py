@@ -1,4 +1,4 @@
-"""Train a drafter: the loop, from hidden states to final weights, in one process or in torchrun's ranks.
+"""Train a drafter: the loop, from hidden states to final weights, in one process or in several ranks.
 
 Run again with the same settings a finished training returns at once; killed at any moment it continues
 from its checkpoint, to the same losses; other settings are refused (see training_directory.py).

@@ -33,7 +33,7 @@ WEIGHTS_NAME = "weights.safetensors"
 # Settings that say where, how often or in which pieces to work, not what is learned.
 _NOT_LEARNED = {
     "states", "target", "output", "warm_start", "device", "checkpoint_interval_s", "chains_per_segment",
-    "rows_per_chunk", "memory_budget_gb", "distributed",
+    "rows_per_chunk", "memory_budget_gb", "distributed", "num_ranks",
 }  # fmt: skip
 
 

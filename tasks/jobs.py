@@ -21,7 +21,7 @@ from typing import IO, Any, TypeVar
 
 import drafter.process_guard
 from drafter.config import Settings
-from drafter.errors import FledgeError
+from drafter.errors import LOST_RANK, FledgeError
 from drafter.files import digest_of, write_text_atomically
 from drafter.records import Record
 from tasks.logs import flow_logger
@@ -35,7 +35,7 @@ KEPT_LINES = 30
 STOP_TIMEOUT_S = drafter.process_guard.GRACE_S + 5
 
 _ERROR = re.compile(
-    r"^python -m drafter \w+: (?P<given>.*?)\n  expected: (?P<expected>.*?)\n  what to do: (?P<remedy>.*)",
+    r"^python -m drafter \w+: (?P<given>.*?)\n  expected: (?P<expected>.*?)\n  what to do: (?P<remedy>[^\n]*)",
     re.DOTALL | re.MULTILINE,
 )
 
@@ -119,8 +119,10 @@ def _stop(guard: subprocess.Popen[str]) -> None:
 
 
 def _result(verb: str, exit_code: int, lines: deque[str], errors: str) -> Any:
-    error = _ERROR.search(errors)
-    if error is None and exit_code in (0, EXIT_USER_ERROR) and lines:
+    said = list(_ERROR.finditer(errors))
+    # A rank that has lost another one does not know why: that one was killed, or said it itself.
+    error = next((one for one in said if LOST_RANK not in one["given"]), None)
+    if not said and exit_code in (0, EXIT_USER_ERROR) and lines:
         try:
             return json.loads(lines[-1])
         except ValueError:

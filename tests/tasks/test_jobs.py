@@ -61,6 +61,34 @@ def test_a_verb_that_is_killed_is_a_crash_with_its_last_lines(
         run_verb("prepare", prepare_settings(tmp_path), DatasetRecord)
 
 
+LOST = "python -m drafter train: rank 0 of 2 has lost another rank: closed\n  expected: all\n  what to do: again\n"
+REFUSED = "python -m drafter train: shard 3 holds NaN\n  expected: numbers\n  what to do: extract anew\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "words"),
+    [
+        (LOST, JobCrashed, "has lost another rank"),
+        (LOST + REFUSED, JobError, r"^shard 3 holds NaN\n  expected: numbers\n  what to do: extract anew$"),
+        (REFUSED + LOST, JobError, r"^shard 3 holds NaN\n  expected: numbers\n  what to do: extract anew$"),
+    ],
+)
+def test_of_several_ranks_the_one_that_knows_the_reason_is_believed(
+    said: str,
+    kind: type[Exception],
+    words: str,
+    places: Places,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank that was killed says nothing, and running the verb again may help."""
+    (tmp_path / "said").write_text(said)
+    stand_in_for_python(tmp_path, monkeypatch, f"cat {tmp_path}/said >&2; exit 1")
+
+    with pytest.raises(kind, match=words):
+        run_verb("prepare", prepare_settings(tmp_path), DatasetRecord)
+
+
 def test_lines_of_the_verb_reach_the_log_as_they_come(
     places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
