@@ -128,7 +128,9 @@ async def _read_all(extractor: Extractor, sides: list[_Side]) -> int:
         for side, index, conversation in todo:
             reader = ConversationReader(extractor, side.template, side.plan.settings, side.plan.window)
             result = await reader.read(conversation)
-            num_tokens += await asyncio.to_thread(side.spool.put, conversation, result)
+            # Not `num_tokens += await ...`, which adds to what it was before waiting.
+            num_read = await asyncio.to_thread(side.spool.put, conversation, result)
+            num_tokens += num_read
             await side.packer.finished(index)
             progress.note(f"{num_tokens / (time.monotonic() - started_at):.0f} tokens/s")
             progress.advance()

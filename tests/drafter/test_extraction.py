@@ -216,7 +216,7 @@ def test_finished_states_are_returned_at_once(
 ) -> None:
     record = extract(settings)
     before = files(settings.output)
-    monkeypatch.setattr("drafter.extraction._extract_sides", lambda *_: pytest.fail("extracted again"))
+    monkeypatch.setattr("drafter.extraction._extract", lambda *_: pytest.fail("extracted again"))
     assert extract(settings) == record
     assert files(settings.output) == before
     assert not (settings.output / ".spool").exists()
@@ -259,6 +259,25 @@ def test_both_sides_come_through_one_extractor(
     assert extract(alone) == held_out
     assert len(started) == 1
     assert extract(changed(alone, output=tmp_path / "alone")).shards == held_out.shards
+
+
+def test_tokens_of_conversations_that_are_read_at_the_same_time_are_all_counted(
+    settings: ExtractSettings, split_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from drafter import extraction
+
+    counted: list[int] = []
+    original = extraction._read_all
+
+    async def read_all(*arguments: Any) -> int:
+        counted.append(await original(*arguments))
+        return counted[-1]
+
+    monkeypatch.setattr(extraction, "_read_all", read_all)
+    monkeypatch.setattr(extraction.Plan, "num_in_flight", 3)
+    both = changed(settings, dataset=split_dataset, evaluation_output=tmp_path / "held-out")
+    record = extract(both)
+    assert counted == [record.num_tokens + open_states(tmp_path / "held-out").record.num_tokens]
 
 
 def test_only_the_side_that_is_missing_is_extracted(
