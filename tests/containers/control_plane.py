@@ -243,14 +243,6 @@ def refusal(call: Callable[..., Any], **request: Any) -> tuple[str, str]:
     raise AssertionError("the call was not refused")
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -16,8 +16,8 @@ import pytest
 from botocore.validate import ParamValidator
 
 from tasks.service_model import service_model
-from tests.containers.control_plane import ROLE, ROOT, VARIANT, ControlPlane, canary, is_alive, refusal
-from tests.waiting import PATIENCE_S
+from tests.containers.control_plane import ROLE, ROOT, VARIANT, ControlPlane, canary, refusal
+from tests.waiting import PATIENCE_S, is_alive
 
 pytestmark = pytest.mark.slow
 

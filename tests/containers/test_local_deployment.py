@@ -14,11 +14,10 @@ from tests.containers.control_plane import (
     ControlPlane,
     canary,
     forget_everything,
-    is_alive,
     refusal,
     steady_load,
 )
-from tests.waiting import wait_until
+from tests.waiting import is_alive, wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -29,7 +29,7 @@ from drafter.trainer import train
 from drafter.training_state import latest_checkpoint, load_checkpoint
 from tests.drafter.distributed_step import gradients_of_first_step
 from tests.drafter.tiny import training_settings, write_states
-from tests.waiting import PATIENCE_S, wait_until
+from tests.waiting import PATIENCE_S, is_alive, wait_until
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("distributed_step.py")
@@ -81,20 +81,13 @@ def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
     }
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def kill_rank(process: subprocess.Popen[str], rank: int) -> str:
     """Kill one rank; what was said until the job had ended, with an error and with no process left."""
     ranks = ranks_of(process)
     os.kill(ranks[rank], signal.SIGKILL)
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode > 0
-    assert not any(is_running(pid) for pid in ranks.values())
+    assert not any(is_alive(pid) for pid in ranks.values())
     return errors
 
 
@@ -210,7 +203,7 @@ def test_torchrun_that_is_asked_to_stop_leaves_a_checkpoint(
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode != 0
-    assert not any(is_running(pid) for pid in ranks.values())
+    assert not any(is_alive(pid) for pid in ranks.values())
     assert checkpointed_step(settings) == len(losses(settings.output)) > 10
     assert errors.count("with a checkpoint") == 1
 
@@ -225,7 +218,7 @@ def test_ranks_whose_torchrun_is_killed_stop_with_a_checkpoint(
     wait_until(lambda: len(losses(settings.output)) > 10, process)
     ranks = ranks_of(process)
     process.send_signal(signal.SIGKILL)
-    wait_until(lambda: not any(is_running(pid) for pid in ranks.values()))
+    wait_until(lambda: not any(is_alive(pid) for pid in ranks.values()))
     process.communicate()
     assert checkpointed_step(settings) == len(losses(settings.output)) > 10
 

@@ -20,12 +20,12 @@ from tasks.endpoint_settings import EndpointRolledBack, RollBackSettings, Rollou
 from tasks.promotion import read_version
 from tasks.settings import Places
 from tasks.version_record import VersionRecord
-from tests.containers.control_plane import ControlPlane, forget_everything, is_alive
+from tests.containers.control_plane import ControlPlane, forget_everything
 from tests.flows.conftest import free_port
 from tests.flows.endpoint_world import ENDPOINT, EndpointWorld, copy_database
 from tests.flows.real_endpoints import RealEndpoints, SeenAlarms
 from tests.flows.steady_load import Answered, SteadyLoad
-from tests.waiting import wait_until
+from tests.waiting import is_alive, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 ROLLED_BACK_WITHIN_S = 60

@@ -14,7 +14,7 @@ from drafter.config import PrepareSettings, SourceSettings
 from drafter.records import DatasetRecord
 from tasks.jobs import JobCrashed, JobError, run_verb
 from tasks.settings import Places
-from tests.waiting import wait_until
+from tests.waiting import is_alive, wait_until
 
 
 def prepare_settings(tmp_path: Path) -> PrepareSettings:
@@ -31,13 +31,6 @@ def stand_in_for_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script:
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
     monkeypatch.setenv("FLEDGE_PYTHON", str(path))
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_a_verb_that_refuses_is_raised_in_its_own_words(places: Places, tmp_path: Path) -> None:
