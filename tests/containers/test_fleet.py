@@ -67,12 +67,12 @@ def test_an_instance_sees_no_credentials_and_waits_without_burning_a_core(plane:
     ("environment", "startup_timeout_s", "detail"),
     [
         ({"FAKE_NEVER_HEALTHY": "true"}, 1, "no answer within 1 s"),
-        ({"FAKE_EXIT_AT_START": "true"}, 30, "its process ended"),
-        ({"SM_VLLM_CHAT_TEMPLATE": "{% x %}"}, 30, "supervisord"),
+        ({"FAKE_EXIT_AT_START": "true"}, PATIENCE_S, "its process ended"),
+        ({"SM_VLLM_CHAT_TEMPLATE": "{% x %}"}, PATIENCE_S, "supervisord"),
     ],
 )
 def test_a_container_that_never_answers_fails_the_fleet_in_sagemakers_words(
-    plane: DataPlane, environment: dict[str, str], startup_timeout_s: int, detail: str
+    plane: DataPlane, environment: dict[str, str], startup_timeout_s: float, detail: str
 ) -> None:
     fleet = plane.fleet(environment=environment, startup_timeout_s=startup_timeout_s)
     with pytest.raises(FleetFailed, match="did not pass the ping health check") as failed:
@@ -181,12 +181,12 @@ def test_stopping_waits_for_requests_in_flight_and_takes_no_new_one(plane: DataP
     fleet = plane.launched()
     (instance,) = fleet.in_service_instances()
     instance.in_flight = 1
-    stopping = plane.start(fleet.stop(drain_s=30))
+    stopping = plane.start(fleet.stop(drain_s=PATIENCE_S))
     wait_until(lambda: not fleet.in_service_instances())
     time.sleep(0.3)
     assert is_alive(instance.record.pid)
     instance.in_flight = 0
-    stopping.result(10)
+    stopping.result(PATIENCE_S)
     assert not is_alive(instance.record.pid)
     assert not fleet.folder.exists()
 
@@ -292,7 +292,7 @@ def test_an_instance_that_is_drained_gets_no_request_though_it_answers_pings(pla
     time.sleep(1.5)  # a look or two of watch
     assert len(fleet.in_service_instances()) == 1
     busy.in_flight = free.in_flight = 0
-    scaling.result(30)
+    scaling.result(PATIENCE_S)
     assert len(pids(fleet)) == 1
     watching.cancel()
 
