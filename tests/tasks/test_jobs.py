@@ -108,7 +108,9 @@ def test_a_second_run_waits_until_the_killed_one_has_let_go(
     stand_in_for_python(
         tmp_path,
         monkeypatch,
-        f"trap 'sleep 2; echo end >> {log}; exit 0' TERM; echo begin >> {log}; sleep 3 & wait",
+        f"[ -e {log} ] && again=yes\n"
+        f"trap 'sleep 2; echo end >> {log}; exit 0' TERM; echo begin >> {log}\n"
+        "[ $again ] || { sleep 3600 & wait; }",  # the first one ends by TERM alone
     )
     first = start_run(tmp_path)
     wait_until(log.exists)
