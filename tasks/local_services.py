@@ -107,7 +107,7 @@ class Service:
                 f"read {self.log}, and fledge doctor",
             )
 
-    def wait_until_ready(self, timeout_s: float = 180.0) -> None:
+    def wait_until_ready(self, timeout_s: float = 600.0) -> None:
         deadline = time.monotonic() + timeout_s
         while self.ready_url is not None:
             self.raise_if_ended()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 PATIENCE_S = 600.0
@@ -41,3 +42,11 @@ def wait_until(
                 process.kill()
             raise AssertionError(f"did not happen in {timeout_s:.0f} s {told()}")
         time.sleep(interval_s)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

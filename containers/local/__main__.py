@@ -26,6 +26,8 @@ from drafter.errors import FledgeError, ServerError
 
 HOST = "127.0.0.1"
 DEFAULT_PORT = 4281
+# A client that uses an idle connection again in the moment that the server closes it sees a failed request.
+KEEP_ALIVE_S = 600
 _SHUTDOWN_S = 2
 _SERVER_ENDS_WITHIN_S = 20.0
 
@@ -90,6 +92,7 @@ def serve(options: argparse.Namespace) -> int:
             host=HOST,
             port=options.port,
             log_level="warning",
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=_SHUTDOWN_S,
         )
     return 0

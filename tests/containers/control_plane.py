@@ -79,9 +79,14 @@ class ControlPlane:
         assert self.process is not None
         assert self.process.poll() is None, self.log
         try:
-            return httpx.get(f"{self.url}/_local/health", trust_env=False).status_code == 200
+            return self._http("GET", "health").status_code == 200
         except httpx.TransportError:
             return False
+
+    def _http(self, method: str, name: str, **request: Any) -> httpx.Response:
+        """What is not SageMaker's: health, instances, faults."""
+        url = f"{self.url}/_local/{name}"
+        return httpx.request(method, url, trust_env=False, timeout=PATIENCE_S, **request)
 
     def end(self, number: int = signal.SIGTERM) -> None:
         """Send a signal and wait for the end."""
@@ -101,7 +106,7 @@ class ControlPlane:
         assert self.process is not None
         if self.process.poll() is not None:
             self.start()
-        httpx.delete(f"{self.url}/_local/faults", trust_env=False).raise_for_status()
+        self._http("DELETE", "faults").raise_for_status()
         for endpoint in self.sagemaker.list_endpoints()["Endpoints"]:
             self.settled(endpoint["EndpointName"])
             self.sagemaker.delete_endpoint(EndpointName=endpoint["EndpointName"])
@@ -114,13 +119,13 @@ class ControlPlane:
         self.cloudwatch.delete_alarms(AlarmNames=[alarm["AlarmName"] for alarm in alarms])
 
     def instances(self) -> list[dict[str, Any]]:
-        return list(httpx.get(f"{self.url}/_local/instances", trust_env=False).json())
+        return list(self._http("GET", "instances").json())
 
     def pids(self, config_name: str) -> list[int]:
         return [row["pid"] for row in self.instances() if row["config_name"] == config_name]
 
     def order_fault(self, **fault: Any) -> None:
-        httpx.post(f"{self.url}/_local/faults", json=fault, trust_env=False).raise_for_status()
+        self._http("POST", "faults", json=fault).raise_for_status()
 
     def create_config(self, name: str, environment: Mapping[str, str] | None = None, **variant: Any) -> str:
         """A model and a config of one name; an answer's `model` says which config gave it."""
@@ -192,7 +197,7 @@ class ControlPlane:
 
 def forget_everything(moto_url: str) -> None:
     """Empty moto: metrics of the test before would still be within an alarm's periods."""
-    httpx.post(f"{moto_url}/moto-api/reset", trust_env=False).raise_for_status()
+    httpx.post(f"{moto_url}/moto-api/reset", trust_env=False, timeout=PATIENCE_S).raise_for_status()
 
 
 @contextmanager
@@ -241,14 +246,6 @@ def refusal(call: Callable[..., Any], **request: Any) -> tuple[str, str]:
     except ClientError as error:
         return error.response["Error"]["Code"], error.response["Error"]["Message"]
     raise AssertionError("the call was not refused")
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def _free_port() -> int:

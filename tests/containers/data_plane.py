@@ -16,6 +16,7 @@ import uvicorn
 from botocore.config import Config
 from starlette.applications import Starlette
 
+from containers.local.__main__ import KEEP_ALIVE_S
 from containers.local.capture import CaptureWriter
 from containers.local.faults import Faults
 from containers.local.fleet import Fleet, FleetSpec
@@ -44,8 +45,8 @@ def fleet_spec(**changes: Any) -> FleetSpec:
         "instance_count": 1,
         "image": "vllm:0.32.0-gpu-py312",
         "environment": {"SM_VLLM_MODEL": "m", "SM_VLLM_SERVED_MODEL_NAME": "drafter-v1"},
-        "download_timeout_s": 30,
-        "startup_timeout_s": 30,
+        "download_timeout_s": PATIENCE_S,
+        "startup_timeout_s": PATIENCE_S,
     }
     return FleetSpec(**{**fields, **changes})
 
@@ -71,14 +72,19 @@ class DataPlane:
         self._thread.start()
         self.router = Router(self.traffic, self.metrics, self.capture_writer)
         self._server = uvicorn.Server(
-            uvicorn.Config(Starlette(routes=self.router.http_routes), log_level="warning", lifespan="off")
+            uvicorn.Config(
+                Starlette(routes=self.router.http_routes),
+                log_level="warning",
+                lifespan="off",
+                timeout_keep_alive=KEEP_ALIVE_S,
+            )
         )
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self._serving = self.start(self._server.serve(sockets=[self._socket]))
         wait_until(lambda: self._server.started)
 
-    def run(self, work: Coroutine[Any, Any, Result], timeout_s: float = 60.0) -> Result:
+    def run(self, work: Coroutine[Any, Any, Result], timeout_s: float = PATIENCE_S) -> Result:
         """Run a coroutine in the loop and wait for it."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
 
@@ -131,7 +137,7 @@ class DataPlane:
         for fleet in self.fleets:
             self.run(fleet.stop(drain_s=0))
         self._server.should_exit = True
-        self._serving.result(20)
+        self._serving.result(PATIENCE_S)
         self.run(self.router.aclose())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=PATIENCE_S)

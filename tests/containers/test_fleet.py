@@ -21,17 +21,13 @@ from containers.local.instance import Instance, InstanceRecord
 from containers.local.machine import Machine, end_instances
 from tests.containers.data_plane import BUCKET, DataPlane, fleet_spec
 from tests.containers.fake_container import write_fake_python
-from tests.waiting import PATIENCE_S, wait_until
+from tests.waiting import PATIENCE_S, is_alive, wait_until
 
 CONFIG = '{"model": "/opt/ml/additional-model-data-sources/eagle", "num_speculative_tokens": 3}'
 
 
 def pids(fleet: Fleet) -> list[int]:
     return [instance["pid"] for instance in fleet.describe()]
-
-
-def is_running(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def test_a_fleet_downloads_its_channels_and_starts_vllm_by_the_containers_contract(
@@ -71,12 +67,12 @@ def test_an_instance_sees_no_credentials_and_waits_without_burning_a_core(plane:
     ("environment", "startup_timeout_s", "detail"),
     [
         ({"FAKE_NEVER_HEALTHY": "true"}, 1, "no answer within 1 s"),
-        ({"FAKE_EXIT_AT_START": "true"}, 30, "its process ended"),
-        ({"SM_VLLM_CHAT_TEMPLATE": "{% x %}"}, 30, "supervisord"),
+        ({"FAKE_EXIT_AT_START": "true"}, PATIENCE_S, "its process ended"),
+        ({"SM_VLLM_CHAT_TEMPLATE": "{% x %}"}, PATIENCE_S, "supervisord"),
     ],
 )
 def test_a_container_that_never_answers_fails_the_fleet_in_sagemakers_words(
-    plane: DataPlane, environment: dict[str, str], startup_timeout_s: int, detail: str
+    plane: DataPlane, environment: dict[str, str], startup_timeout_s: float, detail: str
 ) -> None:
     fleet = plane.fleet(environment=environment, startup_timeout_s=startup_timeout_s)
     with pytest.raises(FleetFailed, match="did not pass the ping health check") as failed:
@@ -153,7 +149,7 @@ def test_an_instance_that_hangs_is_replaced(plane: DataPlane, monkeypatch: pytes
     os.kill(hung, signal.SIGSTOP)
     wait_until(lambda: not fleet.in_service_instances())
     wait_until(lambda: fleet.in_service_instances())
-    assert not is_running(hung)
+    assert not is_alive(hung)
     watching.cancel()
 
 
@@ -185,13 +181,13 @@ def test_stopping_waits_for_requests_in_flight_and_takes_no_new_one(plane: DataP
     fleet = plane.launched()
     (instance,) = fleet.in_service_instances()
     instance.in_flight = 1
-    stopping = plane.start(fleet.stop(drain_s=30))
+    stopping = plane.start(fleet.stop(drain_s=PATIENCE_S))
     wait_until(lambda: not fleet.in_service_instances())
     time.sleep(0.3)
-    assert is_running(instance.record.pid)
+    assert is_alive(instance.record.pid)
     instance.in_flight = 0
-    stopping.result(10)
-    assert not is_running(instance.record.pid)
+    stopping.result(PATIENCE_S)
+    assert not is_alive(instance.record.pid)
     assert not fleet.folder.exists()
 
 
@@ -208,7 +204,7 @@ def test_everything_that_an_instance_started_ends_with_it_even_after_its_leader_
     (child,) = leader.children()
     leader.kill()
     plane.run(fleet.stop(drain_s=0))
-    assert not is_running(child.pid)
+    assert not is_alive(child.pid)
 
 
 START_AND_WAIT = """
@@ -243,7 +239,7 @@ def start_server_and_kill_it(home: Path, spec: Any) -> list[int]:
 def test_instances_outlive_a_killed_server_and_the_next_one_takes_them_over(plane: DataPlane) -> None:
     spec = fleet_spec(instance_count=2)
     started = start_server_and_kill_it(plane.machine.home, spec)
-    assert all(is_running(pid) for pid in started)
+    assert all(is_alive(pid) for pid in started)
     fleet = plane.fleet(spec)
     assert fleet.adopt()
     assert sorted(pids(fleet)) == sorted(started)
@@ -252,7 +248,7 @@ def test_instances_outlive_a_killed_server_and_the_next_one_takes_them_over(plan
     plane.run(fleet.launch())  # nothing left to do
     assert sorted(pids(fleet)) == sorted(started)
     plane.run(fleet.stop(drain_s=0))
-    assert not any(is_running(pid) for pid in started)
+    assert not any(is_alive(pid) for pid in started)
 
 
 def test_of_a_fleet_that_lost_some_the_rest_is_taken_over_and_launching_brings_it_back_to_its_number(
@@ -261,7 +257,7 @@ def test_of_a_fleet_that_lost_some_the_rest_is_taken_over_and_launching_brings_i
     spec = fleet_spec(instance_count=2)
     killed, left = start_server_and_kill_it(plane.machine.home, spec)
     os.kill(killed, signal.SIGKILL)
-    wait_until(lambda: not is_running(killed))
+    wait_until(lambda: not is_alive(killed))
     fleet = plane.fleet(spec)
     assert fleet.adopt()
     assert pids(fleet) == [left]
@@ -272,7 +268,7 @@ def test_of_a_fleet_that_lost_some_the_rest_is_taken_over_and_launching_brings_i
 def test_end_instances_ends_what_a_killed_server_left_behind(plane: DataPlane) -> None:
     started = start_server_and_kill_it(plane.machine.home, fleet_spec())
     assert end_instances(plane.machine.home) == 1
-    assert not any(is_running(pid) for pid in started)
+    assert not any(is_alive(pid) for pid in started)
     assert end_instances(plane.machine.home) == 0
     assert not plane.fleet(fleet_spec()).adopt()
 
@@ -283,7 +279,7 @@ def test_a_process_whose_server_was_killed_before_it_wrote_its_record_is_ended(p
     for record in (plane.machine.fleet_folder(spec.fleet_id) / "instances").glob("*.json"):
         record.unlink()
     assert not plane.fleet(spec).adopt()
-    wait_until(lambda: not is_running(started))
+    wait_until(lambda: not is_alive(started))
 
 
 def test_an_instance_that_is_drained_gets_no_request_though_it_answers_pings(plane: DataPlane) -> None:
@@ -296,7 +292,7 @@ def test_an_instance_that_is_drained_gets_no_request_though_it_answers_pings(pla
     time.sleep(1.5)  # a look or two of watch
     assert len(fleet.in_service_instances()) == 1
     busy.in_flight = free.in_flight = 0
-    scaling.result(30)
+    scaling.result(PATIENCE_S)
     assert len(pids(fleet)) == 1
     watching.cancel()
 
@@ -327,7 +323,7 @@ def test_a_cancelled_launch_leaves_no_process(plane: DataPlane) -> None:
     wait_until(lambda: fleet.describe())
     (pid,) = pids(fleet)
     launching.cancel()
-    wait_until(lambda: not is_running(pid))
+    wait_until(lambda: not is_alive(pid))
     wait_until(lambda: plane.machine.reserved_gb == 0)
 
 

@@ -16,8 +16,8 @@ import pytest
 from botocore.validate import ParamValidator
 
 from tasks.service_model import service_model
-from tests.containers.control_plane import ROLE, ROOT, VARIANT, ControlPlane, canary, is_alive, refusal
-from tests.waiting import PATIENCE_S
+from tests.containers.control_plane import ROLE, ROOT, VARIANT, ControlPlane, canary, refusal
+from tests.waiting import PATIENCE_S, is_alive
 
 pytestmark = pytest.mark.slow
 
@@ -320,11 +320,13 @@ def test_faults_strike_as_often_as_ordered(plane: ControlPlane, name: str) -> No
     assert code == "ResourceLimitExceeded"
     assert "'ml.g7e.2xlarge for endpoint usage'" in message
     assert refusal(sagemaker.describe_endpoint, EndpointName=name)[0] == "ValidationException"
-    assert httpx.get(f"{plane.url}/_local/faults", trust_env=False).json() == []
+    assert httpx.get(f"{plane.url}/_local/faults", trust_env=False, timeout=PATIENCE_S).json() == []
 
 
 def test_a_fault_of_no_known_kind_is_refused(plane: ControlPlane) -> None:
-    answer = httpx.post(f"{plane.url}/_local/faults", json={"kind": "earthquake"}, trust_env=False)
+    answer = httpx.post(
+        f"{plane.url}/_local/faults", json={"kind": "earthquake"}, trust_env=False, timeout=PATIENCE_S
+    )
     assert answer.status_code == 400
     assert "earthquake" in answer.text
 
@@ -363,7 +365,7 @@ def test_answers_have_the_members_of_botocores_model_and_no_other(
 ) -> None:
     """boto3 drops what it does not know, so the bare answer is checked."""
     headers = {"X-Amz-Target": f"SageMaker.{operation}"}
-    answer = httpx.post(plane.url, json=request_, headers=headers, trust_env=False)
+    answer = httpx.post(plane.url, json=request_, headers=headers, trust_env=False, timeout=PATIENCE_S)
     shape = service_model("sagemaker").operation_model(operation).output_shape
     report = ParamValidator().validate(answer.json(), shape)
     assert not report.has_errors(), report.generate_report()
@@ -372,7 +374,7 @@ def test_answers_have_the_members_of_botocores_model_and_no_other(
 
 def test_requests_that_are_no_json_object(plane: ControlPlane) -> None:
     headers = {"X-Amz-Target": "SageMaker.ListModels"}
-    answer = httpx.post(plane.url, content=b"[", headers=headers, trust_env=False)
+    answer = httpx.post(plane.url, content=b"[", headers=headers, trust_env=False, timeout=PATIENCE_S)
     assert (answer.status_code, answer.json()["__type"]) == (400, "SerializationException")
 
 
@@ -411,6 +413,8 @@ def test_it_does_not_start_where_it_would_speak_to_aws(tmp_path: Path) -> None:
 
 
 def test_it_listens_on_loopback_and_to_its_own_names_only(plane: ControlPlane) -> None:
-    answer = httpx.get(f"{plane.url}/_local/health", headers={"Host": "evil.example"}, trust_env=False)
+    answer = httpx.get(
+        f"{plane.url}/_local/health", headers={"Host": "evil.example"}, trust_env=False, timeout=PATIENCE_S
+    )
     assert answer.status_code == 400
     assert plane.url.startswith("http://127.0.0.1:")

@@ -67,10 +67,11 @@ def test_a_plain_request_gets_the_containers_answer_and_the_variants_name(plane:
     assert answer["CustomAttributes"] == "trace=7"
 
 
+@pytest.mark.slow
 def test_a_streamed_answer_arrives_piece_by_piece_as_it_is_written(plane: DataPlane) -> None:
     plane.route((plane.launched(), 1.0))
     arrived, pieces = [], []
-    for event in stream(plane.client(), fake_latency_s=2.0):
+    for event in stream(plane.client(), fake_latency_s=10.0):
         arrived.append(time.monotonic())
         pieces.append(event["PayloadPart"]["Bytes"])
     events = [line.removeprefix("data: ") for line in b"".join(pieces).decode().split("\n\n") if line]
@@ -116,8 +117,8 @@ def test_a_body_over_6_mib_is_refused(plane: DataPlane) -> None:
     fits = json.dumps({**CHAT, "pad": ""}).encode()
     fits = fits.replace(b'"pad": ""', b'"pad": "' + b"x" * (6 * 2**20 - len(fits)) + b'"')
     assert len(fits) == 6 * 2**20
-    assert httpx.post(url, content=fits).status_code == 200
-    refused = httpx.post(url, content=fits + b" ")
+    assert httpx.post(url, content=fits, timeout=PATIENCE_S).status_code == 200
+    refused = httpx.post(url, content=fits + b" ", timeout=PATIENCE_S)
     assert refused.status_code == 400
     assert refused.headers["x-amzn-ErrorType"] == "ValidationError"
     assert "less than or equal to 6291456" in refused.json()["Message"]
@@ -201,7 +202,8 @@ def test_a_broken_stream_says_which_kind_it_is(plane: DataPlane) -> None:
     plane.route((plane.launched(), 1.0))
     url = f"{plane.url}/endpoints/{ENDPOINT}/invocations-response-stream"
     buffer = EventStreamBuffer()
-    buffer.add_data(httpx.post(url, json={**CHAT, "stream": True, "fake_exit": True}).content)
+    body = {**CHAT, "stream": True, "fake_exit": True}
+    buffer.add_data(httpx.post(url, json=body, timeout=PATIENCE_S).content)
     *parts, last = list(buffer)
     assert parts
     assert last.headers[":message-type"] == "exception"
@@ -280,23 +282,25 @@ def test_a_steady_load_loses_no_request_while_one_fleet_takes_over_from_another(
             plane.route((old, 0.9), (new, 0.1))
             wait_until(lambda: "v2" in answers)
             plane.route((new, 1.0))
-            plane.run(old.stop(drain_s=30))
+            plane.run(old.stop(drain_s=PATIENCE_S))
             count = len(answers)
             wait_until(lambda: len(answers) > count + 20)
         finally:
             stop.set()
         for submitted in clients:
-            submitted.result(30)  # raises what the client raised
+            submitted.result(PATIENCE_S)  # raises what the client raised
     assert set(answers[-10:]) == {"v2"}
     wait_until(lambda: new.in_flight == 0)  # a caller has its last byte a moment before the router is done
 
 
+@pytest.mark.slow
 def test_a_canary_that_crashes_under_load_costs_only_what_it_was_answering_and_one_retry_answers_that(
     plane: DataPlane,
 ) -> None:
     old = plane.launched(config_name="config-1", environment=names("v1"))
-    crashing = {**names("v2"), "FAKE_CRASH_AFTER_S": "4"}
+    crashing = {**names("v2"), "FAKE_CRASH_AFTER_S": "15"}
     new = plane.launched(config_name="config-2", environment=crashing)
+    first = new.describe()[0]["instance_id"]
     watching = [plane.start(fleet.watch()) for fleet in (old, new)]
     plane.route((old, 0.5), (new, 0.5))
     client = plane.client()
@@ -312,7 +316,6 @@ def test_a_canary_that_crashes_under_load_costs_only_what_it_was_answering_and_o
                 failures.append(error.response)
                 answered[chat(client, fake_latency_s=0.2)["model"]] += 1  # raises when the retry fails too
 
-    first = new.describe()[0]["instance_id"]
     with ThreadPoolExecutor(4) as pool:
         clients = [pool.submit(load) for _ in range(4)]
         try:
@@ -322,7 +325,7 @@ def test_a_canary_that_crashes_under_load_costs_only_what_it_was_answering_and_o
         finally:
             stop.set()
         for submitted in clients:
-            submitted.result(30)
+            submitted.result(PATIENCE_S)
     assert answered["v1"] > 10
     assert answered["v2"] > 5
     assert 1 <= len(failures) <= 8  # four clients, two crashes
@@ -334,15 +337,14 @@ def test_a_canary_that_crashes_under_load_costs_only_what_it_was_answering_and_o
 def test_the_least_busy_instance_is_asked_first(plane: DataPlane) -> None:
     fleet = plane.launched(instance_count=2)
     plane.route((fleet, 1.0))
-    busiest: list[int] = []
     client = plane.client()
     with ThreadPoolExecutor(2) as pool:
-        pending = [pool.submit(chat, client, fake_latency_s=3.0) for _ in range(2)]
+        for _ in range(2):
+            pool.submit(chat, client, fake_latency_s=50.0)
         wait_until(lambda: fleet.in_flight == 2)
-        busiest += [instance.in_flight for instance in fleet.in_service_instances()]
-        for submitted in pending:
-            submitted.result(30)
-    assert busiest == [1, 1]
+        busy = [instance.in_flight for instance in fleet.in_service_instances()]
+        plane.run(fleet.stop(drain_s=0))  # nobody wants these answers
+    assert busy == [1, 1]
 
 
 def test_a_client_that_goes_away_frees_its_instance(plane: DataPlane) -> None:
@@ -371,4 +373,4 @@ def test_latency_can_be_ordered_for_one_config(plane: DataPlane) -> None:
 
     assert seconds(new, chat) > 2.25
     assert seconds(new, stream) > 2.0
-    assert seconds(old, chat) < 2.0
+    assert min(seconds(old, chat) for _ in range(5)) < 2.0

@@ -18,24 +18,27 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from drafter.command_line import CONTINUES
 from drafter.config import TrainSettings
 from drafter.device import choose_device
 from drafter.distributed import Ranks
 from drafter.errors import FledgeError
 from drafter.metrics import read_metrics
+from drafter.optimization import learning_rate_share
 from drafter.records import TrainingRecord
 from drafter.shards import Document
 from drafter.trainer import train
-from drafter.training_state import latest_checkpoint, load_checkpoint
+from drafter.training_state import PREFIX, latest_checkpoint, load_checkpoint
 from tests.drafter.distributed_step import gradients_of_first_step
 from tests.drafter.tiny import training_settings, write_states
-from tests.waiting import PATIENCE_S, wait_until
+from tests.waiting import PATIENCE_S, is_alive, wait_until
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("distributed_step.py")
 TWO_DOCUMENTS = {"max_length_tokens": 70, "num_epochs": 1}  # a packed sequence, so that a third rank has none
 EMBEDDING = {"draft_vocab_size": 200, "train_embedding": True}
-LONG = {"num_epochs": 15, "checkpoint_interval_s": 0.3}
+# Epochs enough that a training is not over before it is stopped.
+LONG = {"num_epochs": 30, "checkpoint_interval_s": 0.3}
 
 pytestmark = pytest.mark.slow
 
@@ -81,25 +84,24 @@ def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
     }
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def kill_rank(process: subprocess.Popen[str], rank: int) -> str:
     """Kill one rank; what was said until the job had ended, with an error and with no process left."""
     ranks = ranks_of(process)
     os.kill(ranks[rank], signal.SIGKILL)
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode > 0
-    assert not any(is_running(pid) for pid in ranks.values())
+    assert not any(is_alive(pid) for pid in ranks.values())
     return errors
 
 
 def losses(output: Path) -> list[float]:
     return [metrics.loss for metrics in read_metrics(output / "metrics.jsonl")]
+
+
+def newest_step(settings: TrainSettings) -> int:
+    """Of the newest checkpoint by its name alone: its trainer may remove it as it is read. 0: none yet."""
+    path = latest_checkpoint(settings.output)
+    return int(path.name.removeprefix(PREFIX)) if path else 0
 
 
 def checkpointed_step(settings: TrainSettings) -> int:
@@ -173,21 +175,21 @@ def test_killed_with_one_rank_and_with_two_it_reaches_the_same_losses_with_one(
     tiny_states: Path, tiny_target: Path, tmp_path: Path, how: str
 ) -> None:
     """At a low learning rate: at a high one, what rounds otherwise grows with every step."""
-    changes = {**LONG, "peak_learning_rate": 1e-5, "distributed": how}
+    changes = {**LONG, "peak_learning_rate": 5e-6, "distributed": how}
     whole = training_settings(tiny_states, tiny_target, tmp_path / "whole", **changes)
     settings = training_settings(tiny_states, tiny_target, tmp_path / "out", **changes)
     train(whole)
 
     process = start(1, settings)
-    wait_until(lambda: len(losses(settings.output)) > 20 and latest_checkpoint(settings.output), process)
+    wait_until(lambda: len(losses(settings.output)) > 20 and newest_step(settings), process)
     kill_rank(process, 0)
     reached = checkpointed_step(settings)
 
     process = start(2, settings)
-    wait_until(lambda: latest_checkpoint(settings.output) and checkpointed_step(settings) > reached, process)
+    wait_until(lambda: newest_step(settings) > reached, process)
     errors = kill_rank(process, 1)
-    assert "has lost another rank" in errors
-    assert "continues from the last checkpoint" in errors
+    said = "has lost another rank" in errors and "continues from the last checkpoint" in errors
+    assert said or f"terminated; {CONTINUES}" in errors, errors  # torchrun's SIGTERM came first
     assert reached < checkpointed_step(settings) <= len(losses(settings.output)) < len(losses(whole.output))
     assert not (settings.output / "training.json").exists()
 
@@ -210,7 +212,7 @@ def test_torchrun_that_is_asked_to_stop_leaves_a_checkpoint(
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode != 0
-    assert not any(is_running(pid) for pid in ranks.values())
+    assert not any(is_alive(pid) for pid in ranks.values())
     assert checkpointed_step(settings) == len(losses(settings.output)) > 10
     assert errors.count("with a checkpoint") == 1
 
@@ -225,7 +227,7 @@ def test_ranks_whose_torchrun_is_killed_stop_with_a_checkpoint(
     wait_until(lambda: len(losses(settings.output)) > 10, process)
     ranks = ranks_of(process)
     process.send_signal(signal.SIGKILL)
-    wait_until(lambda: not any(is_running(pid) for pid in ranks.values()))
+    wait_until(lambda: not any(is_alive(pid) for pid in ranks.values()))
     process.communicate()
     assert checkpointed_step(settings) == len(losses(settings.output)) > 10
 
@@ -237,9 +239,10 @@ def test_ranks_agree_when_the_time_is_up(tiny_states: Path, tiny_target: Path, t
     finish(start(2, settings))
     steps = list(read_metrics(settings.output / "metrics.jsonl"))
     record = TrainingRecord.load(settings.output / "training.json")
-    assert record.elapsed_s == pytest.approx(2.0, abs=0.5)
+    assert steps[-2].elapsed_s < 2.0 <= steps[-1].elapsed_s == record.elapsed_s
     assert [metrics.step for metrics in steps] == list(range(1, record.num_steps + 1))
-    assert steps[-1].learning_rate < 0.1 * max(metrics.learning_rate for metrics in steps)
+    share = learning_rate_share(steps[-2].elapsed_s / 2.0, settings.warmup_share, settings.decay)
+    assert steps[-1].learning_rate == pytest.approx(share * settings.peak_learning_rate)
 
 
 def test_what_only_one_rank_sees_ends_the_job_in_its_words(

@@ -30,7 +30,8 @@ from drafter.vocabulary import ids_from_offsets
 from tests.drafter.tiny import make_target, training_settings, write_states
 from tests.waiting import PATIENCE_S, wait_until
 
-LONG = {"num_epochs": 15, "checkpoint_interval_s": 0.3}
+# Epochs enough that a training is not over before it is stopped.
+LONG = {"num_epochs": 30, "checkpoint_interval_s": 0.3}
 
 
 def losses(output: Path) -> list[float]:
@@ -67,7 +68,7 @@ def test_the_loss_falls_and_the_files_agree_with_the_record(uninterrupted: Path)
     record = TrainingRecord.load(uninterrupted / "training.json")
     assert [m.step for m in steps] == list(range(1, record.num_steps + 1))
     assert steps[-1].loss < 0.6 * steps[0].loss
-    assert steps[-1].epoch == record.num_epochs == 15
+    assert steps[-1].epoch == record.num_epochs == LONG["num_epochs"]
     assert len(steps[0].accuracy) == 4
     assert steps[-1].learning_rate < 0.01 * max(m.learning_rate for m in steps)
     assert latest_checkpoint(uninterrupted) is None, "a finished training needs no checkpoint"
@@ -188,7 +189,7 @@ def test_a_time_budget_counts_training_seconds_over_resumes(
         tiny_target,
         tmp_path / "out",
         num_epochs=100_000,
-        time_budget_s=2.0,
+        time_budget_s=5.0,
         max_length_tokens=33,
     )
     process = start(settings)
@@ -198,10 +199,13 @@ def test_a_time_budget_counts_training_seconds_over_resumes(
     interrupted = list(read_metrics(settings.output / "metrics.jsonl"))
     record = train(settings)
     steps = list(read_metrics(settings.output / "metrics.jsonl"))
-    assert record.elapsed_s == pytest.approx(2.0, abs=0.5)
+    assert steps[-2].elapsed_s < 5.0 <= steps[-1].elapsed_s == record.elapsed_s
     assert steps[len(interrupted)].elapsed_s > interrupted[-1].elapsed_s, "the clock goes on, not anew"
     rates = [metrics.learning_rate for metrics in steps]
-    assert rates[-1] < 0.1 * max(rates), "the schedule ends with the budget"
+    share = learning_rate_share(steps[-2].elapsed_s / 5.0, settings.warmup_share, settings.decay)
+    assert rates[-1] == pytest.approx(share * settings.peak_learning_rate), (
+        "the schedule ends with the budget"
+    )
     peak = rates.index(max(rates))
     assert rates == sorted(rates[:peak]) + sorted(rates[peak:], reverse=True), "and never jumps up again"
 

@@ -18,7 +18,7 @@ import psutil
 from tasks.local_environment import environment_defaults
 from tasks.local_services import Service
 from tasks.settings import Places
-from tests.flows.prefect_server import prefect_api
+from tests.flows.prefect_server import MAX_RETRIES, prefect_api
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -110,6 +110,7 @@ def approval_installation(home: Path, port: int) -> Iterator[ApprovalInstallatio
         **environment_defaults(Places(home=home)),
         **os.environ,
         "PREFECT_API_URL": f"{url}/api",
+        "PREFECT_CLIENT_MAX_RETRIES": MAX_RETRIES,
         "PREFECT_SERVER_UI_API_URL": f"{url}/api",
         "FLEDGE_HOME": str(home),
         "FLEDGE_APPROVERS": APPROVERS,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page, expect, sync_playwright
 
 from tasks.local_environment import Ports, service_environment
 from tasks.local_services import running_services
@@ -21,7 +21,9 @@ from tasks.version_record import VersionRecord
 from tests.containers.control_plane import ControlPlane, forget_everything
 from tests.flows.endpoint_world import EndpointWorld, copy_database
 from tests.flows.installation import Installation, Kills, kill_in_every_stage
+from tests.flows.prefect_server import MAX_RETRIES
 from tests.flows.tiny_run import tiny_settings, write_conversations
+from tests.waiting import PATIENCE_MS, PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / ".fledge/targets/smollm2-135m-instruct"
@@ -55,6 +57,7 @@ def installation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installat
         patch.chdir(ROOT)
         patch.setenv("PWD", str(ROOT))  # where prefect.yaml says that flows run
         patch.setenv("FLEDGE_HOME", str(home))
+        patch.setenv("PREFECT_CLIENT_MAX_RETRIES", MAX_RETRIES)
         patch.delenv("PREFECT_API_URL", raising=False)
         patch.delenv("FLEDGE_MLFLOW_TRACKING_URI", raising=False)
         with running_services(places, ports):
@@ -86,7 +89,7 @@ def harness() -> Iterator[None]:
 
     from tests.flows.prefect_server import drain
 
-    with prefect_test_harness(server_startup_timeout=400):
+    with prefect_test_harness(server_startup_timeout=int(PATIENCE_S)):
         yield
         drain()
 
@@ -129,7 +132,7 @@ def v2(world: EndpointWorld, v1: VersionRecord, tmp_path: Path) -> VersionRecord
 
 @pytest.fixture
 def page() -> Iterator[Page]:
-    """A page of the system's Chromium."""
+    """A page of the system's Chromium, which waits for as long as every test does."""
     executable = next(
         filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
     )
@@ -140,6 +143,9 @@ def page() -> Iterator[Page]:
             executable_path=executable,
             args=list(CHROMIUM_ARGUMENTS),
             viewport={"width": 1400, "height": 1100},
+            timeout=PATIENCE_MS,
         )
+        context.set_default_timeout(PATIENCE_MS)
+        expect.set_options(timeout=PATIENCE_MS)
         yield context.new_page()
         context.close()

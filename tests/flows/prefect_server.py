@@ -13,6 +13,8 @@ from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 DRAIN_TIMEOUT_S = 60
+# Of a request that a busy server puts off, by Prefect's own clients: they wait 2, 4, 8 ... 256 s.
+MAX_RETRIES = "7"
 
 
 def prefect_api(url: str) -> httpx.Client:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -84,7 +85,11 @@ class SteadyLoad:
         found = (one for one in self.answers if (one.served_name or "").startswith(f"{version.served_name}-"))
         return sorted(found, key=lambda one: one.sent_at)
 
-    def share_of(self, version: VersionRecord, since: float, until: float) -> float:
+    def num_sent_since(self, since: float) -> int:
+        """How many requests that were sent after a time have their answer."""
+        return sum(one.sent_at >= since for one in self.answers)
+
+    def share_of(self, version: VersionRecord, since: float, until: float = math.inf) -> float:
         """Share of the requests sent in a span of time that a version answered."""
         inside = [one for one in self.answers if since <= one.sent_at < until]
         mine = set(self.answered_by(version))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -68,6 +69,22 @@ class Up:
         parent = psutil.Process(self.process.pid)
         return [parent, *parent.children(recursive=True)]
 
+    def memory_gib(self) -> dict[str, float]:
+        """What each process has for itself, with its share of what several have."""
+        shares = {}
+        for one in self.tree():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ends as it is looked at
+                shares[f"{one.pid} {' '.join(one.cmdline())[-60:]}"] = one.memory_full_info().pss / 2**30
+        return shares
+
+    def process_of(self, *words: str) -> psutil.Process:
+        """The one whose command has these words behind its program."""
+        for one in self.tree():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if tuple(one.cmdline()[1 : 1 + len(words)]) == words:
+                    return one
+        raise AssertionError(f"no process: {' '.join(words)}")
+
     def end(self, number: int) -> int:
         assert self.process is not None
         self.process.send_signal(number)
@@ -84,9 +101,8 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 
 def test_with_nothing_deployed_it_stays_small(up: Up) -> None:
-    time.sleep(20)  # what starting needed is given back
-    shares = {" ".join(one.cmdline())[-60:]: one.memory_full_info().pss / 2**30 for one in up.tree()}
-    assert sum(shares.values()) < MOST_IDLE_GIB, shares
+    time.sleep(20)  # what starting needed is given back; and SageMaker is old enough to be killed
+    wait_until(lambda: sum(up.memory_gib().values()) < MOST_IDLE_GIB, interval_s=1, told=up.memory_gib)
 
 
 def test_everything_is_there_to_begin_with(up: Up) -> None:
@@ -107,9 +123,9 @@ def test_everything_is_there_to_begin_with(up: Up) -> None:
 
 def test_sagemaker_comes_back_when_it_is_killed(up: Up) -> None:
     url = f"http://127.0.0.1:{up.ports.sagemaker}/_local/health"
-    victim = next(one for one in up.tree() if one.cmdline()[1:4] == ["-m", "containers.local", "serve"])
+    victim = up.process_of("-m", "containers.local", "serve")
     victim.kill()
-    victim.wait(30)
+    victim.wait(PATIENCE_S)
     wait_until(lambda: _answers(url))
     assert up.process is not None
     assert up.process.poll() is None

@@ -20,15 +20,17 @@ from tasks.endpoint_settings import EndpointRolledBack, RollBackSettings, Rollou
 from tasks.promotion import read_version
 from tasks.settings import Places
 from tasks.version_record import VersionRecord
-from tests.containers.control_plane import ControlPlane, forget_everything, is_alive
+from tests.containers.control_plane import ControlPlane, forget_everything
 from tests.flows.conftest import free_port
 from tests.flows.endpoint_world import ENDPOINT, EndpointWorld, copy_database
 from tests.flows.real_endpoints import RealEndpoints, SeenAlarms
 from tests.flows.steady_load import Answered, SteadyLoad
-from tests.waiting import wait_until
+from tests.waiting import is_alive, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 ROLLED_BACK_WITHIN_S = 60
+# Longer than any alarm takes, which ends it: what a canary is judged by at its end has other words.
+UNTIL_THE_ALARM = RolloutSettings(percent=30, wait_s=300, termination_wait_s=5, max_execution_s=900)
 
 
 @pytest.fixture(scope="module")
@@ -122,12 +124,12 @@ def test_a_canary_takes_over_and_no_request_fails(
     with endpoints.load() as load:
         promoted = endpoints.promote(second)
         moved_at = time.monotonic()
-        time.sleep(3)
+        wait_until(lambda: load.num_sent_since(moved_at) >= 5)
     assert not load.failed
     assert {one.streamed for one in load.answers} == {True, False}
     began_at = load.answered_by(second)[0].sent_at
-    assert load.share_of(second, began_at, began_at + 28) == pytest.approx(0.3, abs=0.1)
-    assert load.share_of(second, moved_at, moved_at + 3) == 1.0
+    assert load.share_of(second, began_at, began_at + 20) == pytest.approx(0.3, abs=0.1)
+    assert load.share_of(second, moved_at) == 1.0
     assert not any(is_alive(pid) for pid in old_instances)
     assert endpoints.champion() == second.version
     assert promoted.endpoint.version == second.version
@@ -163,7 +165,7 @@ def test_a_scrambled_drafter_is_taken_back_by_its_acceptance(
 ) -> None:
     bad = endpoints.make("c", scrambled=True)
     with taken_back(endpoints, bad, "acceptance length"):
-        endpoints.promote(bad)
+        endpoints.promote(bad, rollout=UNTIL_THE_ALARM)
 
 
 def test_a_slow_drafter_is_taken_back_by_its_latency(endpoints: RealEndpoints, second: VersionRecord) -> None:
@@ -199,7 +201,7 @@ def test_a_server_that_crashes_costs_at_most_what_it_was_answering(
         crashing(endpoints, load, bad) as crashes,
         pytest.raises(EndpointRolledBack, match=r"failed calls|5xx"),
     ):
-        endpoints.promote(bad)
+        endpoints.promote(bad, rollout=UNTIL_THE_ALARM)
     assert crashes
     of_others = [one for one in load.failed if not any(crash.may_cost(one) for crash in crashes)]
     assert not of_others, crashes
@@ -247,8 +249,8 @@ def test_a_person_takes_the_endpoint_back(
     with endpoints.load() as load:
         back = roll_back_endpoint(RollBackSettings(endpoint_name=ENDPOINT, reason="it was a Tuesday"))
         moved_at = time.monotonic()
-        time.sleep(3)
+        wait_until(lambda: load.num_sent_since(moved_at) >= 5)
     assert not load.failed
     assert back.version == first.version == endpoints.champion()
-    assert load.share_of(first, moved_at, moved_at + 3) == 1.0
+    assert load.share_of(first, moved_at) == 1.0
     assert read_version(second.version).rollback_reason == "it was a Tuesday"

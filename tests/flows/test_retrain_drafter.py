@@ -116,7 +116,12 @@ def test_the_same_run_again_trains_and_measures_nothing_without_a_server_too(
     (tmp_path / "prefect").mkdir()
     evaluation: EvaluationReport = EvaluationReport.load(Path(kills.record.evaluation) / "evaluation.json")
 
-    again = installation.run_flow(PREFECT_API_URL="", PREFECT_HOME=str(tmp_path / "prefect"))
+    again = installation.run_flow(
+        PREFECT_API_URL="",
+        PREFECT_HOME=str(tmp_path / "prefect"),
+        PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS=str(int(PATIENCE_S)),
+        PREFECT_CLIENT_MAX_RETRIES="2",  # as without these tests: at its end the run's own server is gone
+    )
 
     assert not again.trained
     assert again.registry_uri == kills.record.registry_uri
@@ -149,7 +154,7 @@ def test_bad_conversations_stop_the_flow_with_the_reason(installation: Installat
 
     flow = broken.start_flow()
 
-    assert flow.wait(120) != 0
+    assert flow.wait(PATIENCE_S) != 0
     state = installation.last_flow_run()["state"]
     assert state["type"] == "FAILED"
     assert "conversations are well formed: 1 of 6 not as expected" in state["message"]

@@ -12,8 +12,9 @@ from playwright.sync_api import Page, expect
 
 from tasks.run_records import load_run
 from tests.flows.installation import Installation, Kills
+from tests.flows.prefect_pages import submit
 from tests.flows.prefect_server import prefect_api
-from tests.waiting import PATIENCE_MS, PATIENCE_S
+from tests.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -30,15 +31,11 @@ class Prefect:
 
     def open_run_form(self, page: Page) -> None:
         page.goto(f"{self.pages}/deployments/deployment/{self.deployment()['id']}/run")
-        expect(page.get_by_role("button", name="Submit")).to_be_visible(timeout=PATIENCE_MS)
+        expect(page.get_by_role("button", name="Submit")).to_be_visible()
 
     def submit(self, page: Page) -> str:
-        """Press Submit, and again where the server is busy; return the id of the flow run that the form made."""
-        while True:
-            with page.expect_response(lambda answer: "create_flow_run" in answer.url) as created:
-                page.get_by_role("button", name="Submit").click()
-            if created.value.status != 503:
-                return str(created.value.json()["id"])
+        """Return the id of the flow run that the form makes."""
+        return str(submit(page, page, "/create_flow_run").json()["id"])
 
     def wait_for_end(self, flow_run: str) -> dict[str, Any]:
         """The flow run, once its state is final."""
@@ -77,7 +74,7 @@ def test_a_form_filled_in_wrong_fails_with_what_to_do(
     assert "source /nowhere/chats.jsonl: nothing there" in run["state"]["message"]
     assert "what to do: check the path" in run["state"]["message"]
     page.goto(f"{prefect.pages}/runs/flow-run/{run['id']}")
-    expect(page.get_by_text("nothing there").first).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_text("nothing there").first).to_be_visible()
     page.screenshot(path=screenshots / "2-failed-run.png", full_page=True)
 
 
@@ -98,7 +95,7 @@ def test_a_run_from_the_form_ends_in_artifacts_that_open(
     page.goto(f"{prefect.pages}/runs/flow-run/{run['id']}")
     page.get_by_role("tab", name="Artifacts").or_(page.get_by_text("Artifacts", exact=True)).first.click()
     for name in ("decision", "cells", "report", "validation", "mlflow-version"):
-        expect(page.get_by_text(name, exact=True).first).to_be_visible(timeout=PATIENCE_MS)
+        expect(page.get_by_text(name, exact=True).first).to_be_visible()
     page.screenshot(path=screenshots / "3-artifacts.png", full_page=True)
 
     links = _open_decision_and_links(prefect, page, run["id"], screenshots)
@@ -115,7 +112,7 @@ def _open_decision_and_links(
     artifacts = {artifact["key"]: artifact for artifact in found if artifact["key"]}
     for name, text in (("decision", "Approved"), ("cells", "no speculation")):
         page.goto(f"{prefect.pages}/artifacts/artifact/{artifacts[name]['id']}")
-        expect(page.get_by_text(text).first).to_be_visible(timeout=PATIENCE_MS)
+        expect(page.get_by_text(text).first).to_be_visible()
         page.screenshot(path=screenshots / f"4-{name}.png", full_page=True)
     return {
         name: artifacts[name]["data"].partition("](")[2].rstrip(")")
@@ -134,6 +131,6 @@ def _open_pages(page: Page, links: dict[str, str], registry_uri: str, screenshot
         answer = page.goto(links[name])
         assert answer is not None
         assert answer.ok
-        expect(page.get_by_text(text).filter(visible=True).first).to_be_visible(timeout=PATIENCE_MS)
+        expect(page.get_by_text(text).filter(visible=True).first).to_be_visible()
         page.wait_for_timeout(1000)
         page.screenshot(path=screenshots / f"5-{name}.png", full_page=True)

@@ -11,6 +11,10 @@ import httpx
 from drafter.serving import VllmServer
 from tests.waiting import PATIENCE_S
 
+# One for all: making a client takes longer than many an answer, and requests that are to meet would come one
+# by one. It keeps no connection, which the server might close in the moment that it is used again.
+_CLIENT = httpx.Client(timeout=PATIENCE_S, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
+
 
 def complete(server: VllmServer, prompt: Sequence[int], max_tokens: int, **sampling: Any) -> dict[str, Any]:
     """One request of token ids; the answer as vLLM gives it, with token ids, never ending early."""
@@ -22,7 +26,7 @@ def complete(server: VllmServer, prompt: Sequence[int], max_tokens: int, **sampl
         "return_token_ids": True,
         **sampling,
     }
-    response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False)
+    response = _CLIENT.post(f"{server.url}/v1/completions", json=body)
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
     return answer

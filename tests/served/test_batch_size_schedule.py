@@ -49,4 +49,4 @@ def test_a_scheduled_server_drafts_for_small_batches_only_and_answers_the_same(
         min(num_drafted_steps(answer) for answer in alone) > ANSWER_TOKENS // (NUM_SPECULATIVE_TOKENS + 1) - 1
     )
     # The first steps may find few requests in the batch, and so may the last ones.
-    assert sum(map(num_drafted_steps, together)) < 0.25 * sum(map(num_drafted_steps, alone))
+    assert sum(map(num_drafted_steps, together)) < 0.5 * sum(map(num_drafted_steps, alone))

@@ -2,8 +2,9 @@
 
 For a few prompts the first tokens of many answers are drawn from both servers. Token counts are compared
 by a chi-square statistic whose null distribution comes from permuting the answers between the servers, so
-that tokens of one answer may depend on each other. Seeds are fixed; for other seeds a false alarm would
-have a probability below 1e-3.
+that tokens of one answer may depend on each other. Seeds are fixed, but what shares a batch is not,
+and sums round otherwise then. One draw gives a false alarm with a probability of 1e-3; an alarm is believed
+when a second draw, with other seeds, gives it too: 1e-6.
 """
 
 from __future__ import annotations
@@ -92,9 +93,13 @@ def test_first_tokens_are_distributed_as_without_a_drafter(
     prompts = [
         document.input_ids[: 3 * PROMPT_TOKENS].tolist() for document in evaluation_documents[:NUM_PROMPTS]
     ]
-    plain = sample(plain_server, prompts, first_seed=1, **sampling)
-    drafted = sample(drafting_server, prompts, first_seed=500, **sampling)
-    assert p_value(plain, drafted) > MAX_FALSE_ALARMS
+
+    def alarms(first_seed: int) -> bool:
+        plain = sample(plain_server, prompts, first_seed, **sampling)
+        drafted = sample(drafting_server, prompts, first_seed + 499, **sampling)
+        return p_value(plain, drafted) <= MAX_FALSE_ALARMS
+
+    assert not (alarms(1) and alarms(251))
 
 
 def test_the_comparison_notices_another_temperature() -> None:

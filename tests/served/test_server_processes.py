@@ -10,7 +10,7 @@ import pytest
 
 from drafter.config import ServerSettings
 from drafter.serving import VllmServer
-from tests.waiting import wait_until
+from tests.waiting import is_alive, wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -34,6 +34,6 @@ def test_a_server_that_is_killed_frees_its_port_and_takes_its_processes_along(
 
         api_server.kill()
 
-        wait_until(lambda: not any(one.is_running() and one.status() != "zombie" for one in others))
+        wait_until(lambda: not any(is_alive(one.pid) for one in others))
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{server.url}/health", trust_env=False)
