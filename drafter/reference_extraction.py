@@ -31,12 +31,13 @@ class ReferenceExtractor:
         self, model: Any, layers: Sequence[int], spool: Path, temperature: float, end_ids: frozenset[int]
     ) -> None:
         self._model = model
+        self._text_model = model.get_decoder()  # of models that also see images, the part that reads tokens
         self._layers = tuple(layers)
         self._spool = spool
         self._temperature = temperature
         self._end_ids = end_ids
         self._before_norm: torch.Tensor | None = None
-        model.base_model.norm.register_forward_pre_hook(self._keep_before_norm)
+        self._text_model.norm.register_forward_pre_hook(self._keep_before_norm)
 
     async def answer(self, prompt: tuple[int, ...], max_tokens: int, seed: int, keep_states: bool) -> Answer:
         """Decode token by token, then read prompt and answer once more for the states."""
@@ -54,7 +55,7 @@ class ReferenceExtractor:
     @torch.no_grad()
     def hidden_states(self, ids: torch.Tensor) -> torch.Tensor:
         """States [T, layers, H] of tokens [T], in the model's number format."""
-        entering = self._model.base_model(ids[None], output_hidden_states=True, use_cache=False).hidden_states
+        entering = self._text_model(ids[None], output_hidden_states=True, use_cache=False).hidden_states
         assert self._before_norm is not None
         # The last entry of transformers is after the norm, so the hook's stands in for it.
         states = [*entering[:-1], self._before_norm]
