@@ -74,55 +74,53 @@ _GEMMA4: dict[str, Any] = {
 }
 
 
-def _llama(roles: dict[str, Any]) -> Any:
+def _llama(shape: dict[str, Any]) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**_SHAPE, **roles))
+    return LlamaForCausalLM(LlamaConfig(**shape))
 
 
-def _llama3(roles: dict[str, Any]) -> Any:
+def _llama3(shape: dict[str, Any]) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(
-        LlamaConfig(**_SHAPE, **roles, rope_parameters=_LLAMA3_ROPE, tie_word_embeddings=True)
-    )
+    return LlamaForCausalLM(LlamaConfig(**shape, rope_parameters=_LLAMA3_ROPE, tie_word_embeddings=True))
 
 
-def _qwen3(roles: dict[str, Any]) -> Any:
+def _qwen3(shape: dict[str, Any]) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     rope = {"rope_type": "default", "rope_theta": 1000000.0}
-    return Qwen3ForCausalLM(Qwen3Config(**_SHAPE, **roles, rope_parameters=rope, tie_word_embeddings=True))
+    return Qwen3ForCausalLM(Qwen3Config(**shape, rope_parameters=rope, tie_word_embeddings=True))
 
 
-def _qwen3_moe(roles: dict[str, Any]) -> Any:
+def _qwen3_moe(shape: dict[str, Any]) -> Any:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     rope = {"rope_type": "default", "rope_theta": 10000000.0}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SHAPE, **roles, **experts, rope_parameters=rope))
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, rope_parameters=rope))
 
 
-def _gpt_oss(roles: dict[str, Any]) -> Any:
+def _gpt_oss(shape: dict[str, Any]) -> Any:
     from transformers import GptOssConfig, GptOssForCausalLM
 
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64}
-    return GptOssForCausalLM(GptOssConfig(**_SHAPE, **roles, **experts, rope_parameters=_GPT_OSS_ROPE))
+    return GptOssForCausalLM(GptOssConfig(**shape, **experts, rope_parameters=_GPT_OSS_ROPE))
 
 
-def _gemma3(roles: dict[str, Any]) -> Any:
+def _gemma3(shape: dict[str, Any]) -> Any:
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-    return Gemma3ForCausalLM(Gemma3TextConfig(**_SHAPE, **roles, **_GEMMA3))
+    return Gemma3ForCausalLM(Gemma3TextConfig(**shape, **_GEMMA3))
 
 
-def _gemma4(roles: dict[str, Any]) -> Any:
+def _gemma4(shape: dict[str, Any]) -> Any:
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
-    return Gemma4ForCausalLM(Gemma4TextConfig(**_SHAPE, **roles, **_GEMMA4))
+    return Gemma4ForCausalLM(Gemma4TextConfig(**shape, **_GEMMA4))
 
 
-def _gemma4_with_images(roles: dict[str, Any]) -> Any:
+def _gemma4_with_images(shape: dict[str, Any]) -> Any:
     from transformers import (
         Gemma4Config,
         Gemma4ForConditionalGeneration,
@@ -139,7 +137,7 @@ def _gemma4_with_images(roles: dict[str, Any]) -> Any:
         head_dim=32,
         position_embedding_size=16,
     )
-    text = Gemma4TextConfig(**_SHAPE, **roles, **_GEMMA4)
+    text = Gemma4TextConfig(**shape, **_GEMMA4)
     special = {"image_token_id": 259, "boi_token_id": 260, "eoi_token_id": 261, "video_token_id": 262}
     return Gemma4ForConditionalGeneration(Gemma4Config(text_config=text, vision_config=vision, **special))
 
@@ -156,12 +154,12 @@ ARCHITECTURES: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-def make_architecture(path: Path, name: str, seed: int = 0) -> Path:
-    """Write the tiny target `name` of `ARCHITECTURES` as a Hugging Face directory."""
+def make_architecture(path: Path, name: str, **changes: object) -> Path:
+    """Write the tiny target `name` of `ARCHITECTURES` as a Hugging Face directory; `changes` go into its shape."""
     tokenizer = save_tokenizer(path)
     roles = {role: getattr(tokenizer, role) for role in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    torch.manual_seed(seed)
-    model = ARCHITECTURES[name](roles)
+    torch.manual_seed(0)
+    model = ARCHITECTURES[name]({**_SHAPE, **roles, **changes})
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             _adapt(parameter_name, parameter, tied=model.config.get_text_config().tie_word_embeddings)

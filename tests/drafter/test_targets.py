@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from drafter.config import DrafterSettings, ExportSettings, ExtractSettings, PreflightSettings
+from drafter.errors import CheckpointError
 from drafter.export import export
 from drafter.extraction import extract
 from drafter.initialization import TargetTensors, build_drafter, build_teacher
@@ -33,7 +34,7 @@ from tests.drafter.architectures import (
     make_architecture,
 )
 from tests.drafter.test_extraction import make_dataset
-from tests.drafter.tiny import VOCAB_SIZE, training_settings
+from tests.drafter.tiny import VOCAB_SIZE, make_documents, training_settings, write_states
 
 QUESTIONS = [["Hello"], ["What is it?"], ["Name three colours."], ["One, two"], ["Bye"], ["Why so?"]]
 
@@ -229,3 +230,36 @@ def test_training_lowers_the_loss_and_the_export_fits(
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == list(AUXILIARY_LAYERS)
     same = ("hidden_size", "vocab_size", "max_position_embeddings", "rms_norm_eps", "head_dim")
     assert {name: config[name] for name in same} == {name: target.config[name] for name in same}
+
+
+def test_the_text_model_of_one_with_images_can_be_saved_alone(tmp_path: Path) -> None:
+    """As docs/targets.md shows, for servers without image libraries."""
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        Gemma4ForCausalLM,
+        Gemma4ForConditionalGeneration,
+    )
+
+    whole, text = make_architecture(tmp_path / "whole", "gemma4 with images"), tmp_path / "text"
+    model = Gemma4ForConditionalGeneration.from_pretrained(whole, dtype=torch.bfloat16)
+    text_model = Gemma4ForCausalLM(model.config.text_config).to(torch.bfloat16)
+    text_model.model.load_state_dict(model.model.language_model.state_dict())
+    text_model.save_pretrained(text)
+    AutoTokenizer.from_pretrained(whole).save_pretrained(text)
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        one, other = (AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in (whole, text))
+    assert torch.equal(one, other)
+    assert load_target(text).rope == load_target(whole).rope
+
+
+def test_a_target_whose_norm_is_read_wrongly_is_not_trained_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a family would be that nobody has tried, with norms that count from one like Gemma 3's."""
+    target = make_architecture(tmp_path / "target", "gemma3")
+    monkeypatch.setattr("drafter.target._NORMS_FROM_ONE", ())
+    states = write_states(tmp_path / "states", target, make_documents(target, 6))
+    with pytest.raises(CheckpointError, match=r"\(gemma3_text\) lead to \d+ of \d+ tokens that it wrote"):
+        train(training_settings(states, target, tmp_path / "training"))
