@@ -10,6 +10,7 @@ have in a Llama layer's shape (experts, other heads, 4-bit weights) starts at ra
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -58,15 +59,19 @@ class TargetTensors:
         """
         found = self._find(name)
         path = self.target.path
-        if found is None:
+        packed = self._packed(name)
+        if found is None and not packed:
             raise CheckpointError(
                 f"{path} has no tensor {name}",
                 "a Llama-type target with Hugging Face's tensor names",
                 "check that the weight files are complete, or choose another target",
             )
-        if not self._is_readable(found):
+        if found is None or not self._is_readable(found):
+            what = (
+                f"has {packed}, but no {name}" if found is None else f"holds {found} as {self._types[found]}"
+            )
             raise CheckpointError(
-                f"{path}: {found} is quantised ({self._types[found]})",
+                f"{path} {what}",
                 "embedding, last norm and head as floats, or as INT8 with a scale a row",
                 "quantise the target without them (compressed-tensors: `ignore: [lm_head]`)",
             )
@@ -87,13 +92,17 @@ class TargetTensors:
     @property
     def head_name(self) -> str:
         """Name of the output head; with tied embeddings, of the embedding."""
-        return "lm_head.weight" if "lm_head.weight" in self else "model.embed_tokens.weight"
+        own = "lm_head.weight"
+        return own if self._find(own) or self._packed(own) else "model.embed_tokens.weight"
 
     def _find(self, name: str) -> str | None:
-        """The name as stored: models that also see images keep text weights under another prefix."""
-        tail = name.removeprefix("model.")
-        candidates = (name, f"model.language_model.{tail}", f"language_model.{name}")
-        return next((candidate for candidate in candidates if candidate in self._files), None)
+        """The name as stored."""
+        return next((candidate for candidate in _stored_names(name) if candidate in self._files), None)
+
+    def _packed(self, name: str) -> str | None:
+        """What is stored beside or in place of `name` when that is quantised, e.g. `..._packed`."""
+        stems = tuple(candidate.removesuffix("weight") for candidate in _stored_names(name))
+        return next((stored for stored in self._files if stored.startswith(stems)), None)
 
     def _is_readable(self, stored: str) -> bool:
         if self._types[stored] in _FLOATS:
@@ -101,17 +110,22 @@ class TargetTensors:
         scale = f"{stored}_scale"
         if self._types[stored] != "I8" or self._types.get(scale) not in _FLOATS:
             return False
-        with safe_open(self._files[scale], framework="pt") as handle:
-            one_a_row = handle.get_slice(scale).get_shape()[0] == self._num_rows(stored)
+        one_a_row = math.prod(self._shape(scale)) == self._shape(stored)[0]
         return one_a_row and f"{stored}_zero_point" not in self._files
 
-    def _num_rows(self, stored: str) -> int:
+    def _shape(self, stored: str) -> list[int]:
         with safe_open(self._files[stored], framework="pt") as handle:
-            return int(handle.get_slice(stored).get_shape()[0])
+            shape: list[int] = handle.get_slice(stored).get_shape()
+        return shape
 
     def _read(self, stored: str) -> Tensor:
         with safe_open(self._files[stored], framework="pt") as handle:
             return handle.get_tensor(stored)
+
+
+def _stored_names(name: str) -> tuple[str, ...]:
+    """Where `name` may be: models that also see images keep text weights under another prefix."""
+    return name, f"model.language_model.{name.removeprefix('model.')}", f"language_model.{name}"
 
 
 def build_teacher(

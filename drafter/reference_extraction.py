@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from drafter.answering import Answer
 from drafter.config import ExtractSettings
+from drafter.errors import CheckpointError
 from drafter.target import Target
 
 
@@ -86,11 +87,22 @@ class ReferenceExtractor:
 async def load_reference(
     settings: ExtractSettings, target: Target, layers: Sequence[int], spool: Path
 ) -> AsyncIterator[ReferenceExtractor]:
-    """Load the target into this process for as long as the block lasts."""
+    """Load the target into this process for as long as the block lasts.
+
+    Raises:
+        CheckpointError: weights that transformers cannot read without packages that are not here.
+    """
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, settings.server.dtype)
-    model = AutoModelForCausalLM.from_pretrained(
-        target.path, dtype=dtype, local_files_only=True, trust_remote_code=False
-    )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            target.path, dtype=dtype, local_files_only=True, trust_remote_code=False
+        )
+    except ImportError as error:  # quantised ones ask for a package each
+        raise CheckpointError(
+            f"transformers cannot load {target.path}: {error}",
+            "a target in float weights for this extractor",
+            "extract with --extractor vllm, which computes the quantised model itself",
+        ) from None
     yield ReferenceExtractor(model.eval(), layers, spool, settings.temperature, target.eos_token_ids)
