@@ -55,7 +55,7 @@ def round_as_int8(model: Any) -> Any:
     """Make a float model of transformers compute what its W8A8 copy computes: both sides of each map rounded."""
 
     def round_rows(x: torch.Tensor, largest: int) -> torch.Tensor:
-        scale = x.abs().amax(dim=-1, keepdim=True) / largest
+        scale = (x.abs().amax(dim=-1, keepdim=True) / largest).clamp(min=1e-30)  # a row may be all zeros
         return (x / scale).round() * scale
 
     for name, module in model.named_modules():

@@ -65,9 +65,8 @@ def test_states_are_those_of_the_quantised_model(
     model = AutoModelForCausalLM.from_pretrained(float_target, dtype=torch.float32).eval()
     of_float_model = difference(model)
     of_int8_model = difference(round_as_int8(model))
-    print("DIFFERENCE", of_float_model, of_int8_model)
-    assert of_int8_model < 0.005
-    assert of_int8_model < of_float_model / 2
+    # A sum that rounds the other way moves a whole INT8 step, which later layers carry on (2 % against 25 %).
+    assert of_int8_model < of_float_model / 5
 
 
 def test_the_teacher_leads_to_the_tokens_that_were_sampled(target: Path, documents: list[Document]) -> None:
