@@ -4,11 +4,13 @@ Shapes: H hidden size, V vocabulary, Vd draft vocabulary, L layers of the target
 
 A drafter that starts where the target ends learns in a fraction of the steps: `fc` passes the deepest
 auxiliary state through, the layers are copies of the target's last ones, norm and head are the target's.
-vLLM loads the result like any other, because only values differ, not shapes.
+vLLM loads the result like any other, because only values differ, not shapes. What the target's layers do not
+have in a Llama layer's shape (experts, other heads, 4-bit weights) starts at random.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -18,44 +20,70 @@ from torch import Tensor, nn
 from drafter.errors import CheckpointError
 from drafter.loss import TeacherHead
 from drafter.model import DecoderLayer, Drafter, DrafterConfig
-from drafter.target import weight_files
+from drafter.target import load_target, weight_files
 
 _SMALL = 0.02  # standard deviation that Llama-type models are initialised with
+_FLOATS = ("F32", "F16", "BF16")
 
 
 class TargetTensors:
-    """The target's tensors by name, read when asked for, over one or several safetensors files."""
+    """The target's tensors by name, read when asked for, over one or several safetensors files.
+
+    Of a quantised target those that are there as numbers: floats, and INT8 rows with a scale each.
+    """
 
     def __init__(self, path: Path) -> None:
         """Open the files' headers.
 
         Raises:
-            CheckpointError: there are no safetensors files.
+            CheckpointError: there are no safetensors files, or no model.
         """
-        self._path = path
+        self.target = load_target(path)
         self._files: dict[str, Path] = {}
+        self._types: dict[str, str] = {}
         for file in weight_files(path):
             with safe_open(file, framework="pt") as handle:
-                self._files.update(dict.fromkeys(handle.keys(), file))
+                for name in handle.keys():  # noqa: SIM118, it is no dictionary
+                    self._files[name] = file
+                    self._types[name] = handle.get_slice(name).get_dtype()
 
     def __contains__(self, name: str) -> bool:
-        return self._find(name) is not None
+        found = self._find(name)
+        return found is not None and self._is_readable(found)
 
     def get(self, name: str) -> Tensor:
-        """One whole tensor, in the target's type.
+        """One whole tensor, in the target's type; INT8 ones multiplied by their scales.
 
         Raises:
-            CheckpointError: the target has no tensor of that name.
+            CheckpointError: the target has no tensor of that name, or only packed.
         """
         found = self._find(name)
-        if found is None:
+        path = self.target.path
+        packed = self._packed(name)
+        if found is None and not packed:
             raise CheckpointError(
-                f"{self._path} has no tensor {name}",
+                f"{path} has no tensor {name}",
                 "a Llama-type target with Hugging Face's tensor names",
                 "check that the weight files are complete, or choose another target",
             )
-        with safe_open(self._files[found], framework="pt") as handle:
-            return handle.get_tensor(found)
+        if found is None or not self._is_readable(found):
+            what = (
+                f"has {packed}, but no {name}" if found is None else f"holds {found} as {self._types[found]}"
+            )
+            raise CheckpointError(
+                f"{path} {what}",
+                "embedding, last norm and head as floats, or as INT8 with a scale a row",
+                "quantise the target without them (compressed-tensors: `ignore: [lm_head]`)",
+            )
+        tensor = self._read(found)
+        if self._types[found] in _FLOATS:
+            return tensor
+        scale = self._read(f"{found}_scale")
+        return (tensor.float() * scale.float().view(-1, 1)).to(scale.dtype)
+
+    def norm(self, name: str) -> Tensor:
+        """What a norm multiplies by, float32."""
+        return self.get(name).float() + self.target.norm_offset
 
     def rows(self, name: str, ids: Tensor) -> Tensor:
         """Rows `ids` of a matrix."""
@@ -64,13 +92,40 @@ class TargetTensors:
     @property
     def head_name(self) -> str:
         """Name of the output head; with tied embeddings, of the embedding."""
-        return "lm_head.weight" if "lm_head.weight" in self else "model.embed_tokens.weight"
+        own = "lm_head.weight"
+        return own if self._find(own) or self._packed(own) else "model.embed_tokens.weight"
 
     def _find(self, name: str) -> str | None:
-        """The name as stored: models that also see images keep text weights under another prefix."""
-        tail = name.removeprefix("model.")
-        candidates = (name, f"model.language_model.{tail}", f"language_model.{name}")
-        return next((candidate for candidate in candidates if candidate in self._files), None)
+        """The name as stored."""
+        return next((candidate for candidate in _stored_names(name) if candidate in self._files), None)
+
+    def _packed(self, name: str) -> str | None:
+        """What is stored beside or in place of `name` when that is quantised, e.g. `..._packed`."""
+        stems = tuple(candidate.removesuffix("weight") for candidate in _stored_names(name))
+        return next((stored for stored in self._files if stored.startswith(stems)), None)
+
+    def _is_readable(self, stored: str) -> bool:
+        if self._types[stored] in _FLOATS:
+            return True
+        scale = f"{stored}_scale"
+        if self._types[stored] != "I8" or self._types.get(scale) not in _FLOATS:
+            return False
+        one_a_row = math.prod(self._shape(scale)) == self._shape(stored)[0]
+        return one_a_row and f"{stored}_zero_point" not in self._files
+
+    def _shape(self, stored: str) -> list[int]:
+        with safe_open(self._files[stored], framework="pt") as handle:
+            shape: list[int] = handle.get_slice(stored).get_shape()
+        return shape
+
+    def _read(self, stored: str) -> Tensor:
+        with safe_open(self._files[stored], framework="pt") as handle:
+            return handle.get_tensor(stored)
+
+
+def _stored_names(name: str) -> tuple[str, ...]:
+    """Where `name` may be: models that also see images keep text weights under another prefix."""
+    return name, f"model.language_model.{name.removeprefix('model.')}", f"language_model.{name}"
 
 
 def build_teacher(
@@ -82,9 +137,10 @@ def build_teacher(
 ) -> TeacherHead:
     """The target's final norm and the draft vocabulary's head rows."""
     return TeacherHead(
-        norm=tensors.get("model.norm.weight").to(device, torch.float32),
+        norm=tensors.norm("model.norm.weight").to(device),
         weight=tensors.rows(tensors.head_name, draft_ids).to(device, dtype),
         eps=config.rms_norm_eps,
+        logit_cap=tensors.target.logit_cap,
     )
 
 
@@ -130,7 +186,7 @@ def _randomize(drafter: Drafter, seed: int) -> None:
 
 def _initialize_from_target(drafter: Drafter, tensors: TargetTensors) -> None:
     config = drafter.config
-    drafter.norm.weight.copy_(tensors.get("model.norm.weight"))
+    drafter.norm.weight.copy_(tensors.norm("model.norm.weight"))
     drafter.lm_head.weight.copy_(tensors.rows(tensors.head_name, drafter.draft_ids))
     # `fc` has three blocks, one for each auxiliary state; the last one is the deepest.
     drafter.fc.weight.mul_(0.1)
@@ -154,11 +210,22 @@ def _copy_layer(layer: DecoderLayer, tensors: TargetTensors, prefix: str, is_fir
     The embedding's half starts at random and small: what the next token tells is learned.
     """
     for name, parameter in layer.named_parameters():
-        source = f"{prefix}.{'input_layernorm.weight' if name == 'hidden_norm.weight' else name}"
+        source = f"{prefix}.{_name_in_target(name, tensors, prefix)}"
         if source not in tensors or (is_first and name == "input_layernorm.weight"):
             continue
-        weight = tensors.get(source)
+        weight = tensors.norm(source) if "norm" in name else tensors.get(source)
         if parameter.shape == weight.shape:
             parameter.copy_(weight)
         elif is_first and parameter.shape == (weight.shape[0], 2 * weight.shape[1]):
             parameter[:, weight.shape[1] :] = weight
+
+
+def _name_in_target(name: str, tensors: TargetTensors, prefix: str) -> str:
+    """The tensor of a target's layer that does what `name` does in a Llama layer."""
+    if name == "hidden_norm.weight":
+        return "input_layernorm.weight"
+    before_feed_forward = "pre_feedforward_layernorm.weight"
+    # Gemma norms what comes out of a block too; the name of Llama's second norm is one of those there.
+    if name == "post_attention_layernorm.weight" and f"{prefix}.{before_feed_forward}" in tensors:
+        return before_feed_forward
+    return name

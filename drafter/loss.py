@@ -24,20 +24,25 @@ class TeacherHead:
     """The target's last norm and the head rows of the draft vocabulary.
 
     Attributes:
-        norm: [H] weight of the target's final norm.
+        norm: [H] what the target's final norm multiplies by.
         weight: [Vd, H] rows of the target's head (or tied embedding) for the draft ids.
         eps: of the norm.
+        logit_cap: logits x become cap * tanh(x / cap), as Gemma's do; None: they stay.
     """
 
     norm: Tensor
     weight: Tensor
     eps: float
+    logit_cap: float | None = None
 
     def logits(self, final: Tensor) -> Tensor:
         """The target's logits over the draft vocabulary, [R, Vd], from final states [R, H]."""
         x = final.float()
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.norm.float()
-        return x.to(self.weight.dtype) @ self.weight.t()
+        logits = x.to(self.weight.dtype) @ self.weight.t()
+        if self.logit_cap is None:
+            return logits
+        return logits.div_(self.logit_cap).tanh_().mul_(self.logit_cap)
 
 
 @dataclass

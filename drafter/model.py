@@ -321,15 +321,15 @@ def rope_frequencies(config: DrafterConfig) -> tuple[Tensor, float]:
         CheckpointError: a RoPE type whose frequencies depend on the sequence's length, or is partial.
     """
     kind = config.rope.get("rope_type", "default")
-    if float(config.rope.get("partial_rotary_factor", 1.0)) != 1.0:
+    if kind != "proportional" and float(config.rope.get("partial_rotary_factor", 1.0)) != 1.0:
         kind = "partial"
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
     if kind == "default":
         return 1.0 / float(config.rope["rope_theta"]) ** exponents, 1.0
-    if kind not in ("linear", "llama3", "yarn"):
+    if kind not in ("linear", "llama3", "yarn", "proportional"):
         raise CheckpointError(
             f"a target with RoPE of type {kind}",
-            "default, linear, llama3 or yarn, whose frequencies are fixed",
+            "default, linear, llama3, yarn or proportional, whose frequencies are fixed",
             "choose another target",
         )
     from transformers import LlamaConfig

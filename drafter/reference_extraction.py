@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from drafter.answering import Answer
 from drafter.config import ExtractSettings
+from drafter.errors import CheckpointError
 from drafter.target import Target
 
 
@@ -31,12 +32,13 @@ class ReferenceExtractor:
         self, model: Any, layers: Sequence[int], spool: Path, temperature: float, end_ids: frozenset[int]
     ) -> None:
         self._model = model
+        self._text_model = model.get_decoder()  # of models that also see images, the part that reads tokens
         self._layers = tuple(layers)
         self._spool = spool
         self._temperature = temperature
         self._end_ids = end_ids
         self._before_norm: torch.Tensor | None = None
-        model.base_model.norm.register_forward_pre_hook(self._keep_before_norm)
+        self._text_model.norm.register_forward_pre_hook(self._keep_before_norm)
 
     async def answer(self, prompt: tuple[int, ...], max_tokens: int, seed: int, keep_states: bool) -> Answer:
         """Decode token by token, then read prompt and answer once more for the states."""
@@ -54,7 +56,7 @@ class ReferenceExtractor:
     @torch.no_grad()
     def hidden_states(self, ids: torch.Tensor) -> torch.Tensor:
         """States [T, layers, H] of tokens [T], in the model's number format."""
-        entering = self._model.base_model(ids[None], output_hidden_states=True, use_cache=False).hidden_states
+        entering = self._text_model(ids[None], output_hidden_states=True, use_cache=False).hidden_states
         assert self._before_norm is not None
         # The last entry of transformers is after the norm, so the hook's stands in for it.
         states = [*entering[:-1], self._before_norm]
@@ -85,11 +87,22 @@ class ReferenceExtractor:
 async def load_reference(
     settings: ExtractSettings, target: Target, layers: Sequence[int], spool: Path
 ) -> AsyncIterator[ReferenceExtractor]:
-    """Load the target into this process for as long as the block lasts."""
+    """Load the target into this process for as long as the block lasts.
+
+    Raises:
+        CheckpointError: weights that transformers cannot read without packages that are not here.
+    """
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, settings.server.dtype)
-    model = AutoModelForCausalLM.from_pretrained(
-        target.path, dtype=dtype, local_files_only=True, trust_remote_code=False
-    )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            target.path, dtype=dtype, local_files_only=True, trust_remote_code=False
+        )
+    except ImportError as error:  # quantised ones ask for a package each
+        raise CheckpointError(
+            f"transformers cannot load {target.path}: {error}",
+            "a target in float weights for this extractor",
+            "extract with --extractor vllm, which computes the quantised model itself",
+        ) from None
     yield ReferenceExtractor(model.eval(), layers, spool, settings.temperature, target.eos_token_ids)

@@ -16,6 +16,8 @@ from typing import Any
 from drafter.errors import CheckpointError
 from drafter.files import sha256_of_file, write_text_atomically
 
+# Families whose norms multiply by 1 + weight, by the first word of their model_type. Gemma 4 is not one of them.
+_NORMS_FROM_ONE = ("gemma", "gemma2", "gemma3")
 _FINGERPRINT_CACHE = ".fledge-fingerprint.json"
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -33,7 +35,10 @@ class Target:
     """What Fledge has to know of a target. Sizes are those of the text model.
 
     Attributes:
-        rope: RoPE parameters under transformers' names (`rope_theta`, `rope_type`, scaling fields).
+        rope: RoPE parameters under transformers' names (`rope_theta`, `rope_type`, scaling fields). Of targets
+            with several, those of the layers that see the whole context, as the drafter's do.
+        norm_offset: what the norms add to their weights, 0 or 1.
+        logit_cap: logits x leave the head as cap * tanh(x / cap); None: as they are.
         config: config.json of the (text) model as it stands.
     """
 
@@ -49,6 +54,8 @@ class Target:
     rms_norm_eps: float
     rope: dict[str, Any]
     tie_word_embeddings: bool
+    norm_offset: float
+    logit_cap: float | None
     config: dict[str, Any]
 
     @property
@@ -141,9 +148,13 @@ def load_target(path: Path) -> Target:
     Raises:
         CheckpointError: no such model, or a shape that a drafter cannot be built for.
     """
-    config = _read_json(path / "config.json")
+    _refuse_gguf(path)
+    whole = _read_json(path / "config.json")
     try:
-        config = config.get("text_config", config)
+        # Models that also see images nest the text model's configuration, and may say this one outside of it.
+        config = whole.get("text_config", whole)
+        tied = config.get("tie_word_embeddings", whole.get("tie_word_embeddings", False))
+        cap = config.get("final_logit_softcapping")
         hidden_size = int(config["hidden_size"])
         num_heads = int(config["num_attention_heads"])
         target = Target(
@@ -158,7 +169,9 @@ def load_target(path: Path) -> Target:
             intermediate_size=int(config["intermediate_size"]),
             rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             rope=_rope_parameters(config),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tie_word_embeddings=bool(tied),
+            norm_offset=float(str(config.get("model_type")).split("_")[0] in _NORMS_FROM_ONE),
+            logit_cap=None if cap is None else float(cap),
             config=config,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -180,11 +193,26 @@ def load_target(path: Path) -> Target:
 
 
 def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """One shape for both generations of config.json: `rope_parameters`, or `rope_theta` + `rope_scaling`."""
+    """One shape for both generations of config.json: `rope_parameters`, or `rope_theta` + `rope_scaling`.
+
+    Where sliding and full attention have parameters of their own, those of full attention.
+    """
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if any(isinstance(value, dict) for value in scaling.values()):
+        scaling = dict(scaling["full_attention"])
     if "type" in scaling:
         scaling["rope_type"] = scaling.pop("type")
     return {"rope_theta": float(config.get("rope_theta", 10000.0)), "rope_type": "default", **scaling}
+
+
+def _refuse_gguf(path: Path) -> None:
+    files = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
+    if files and not (path / "config.json").exists():
+        raise CheckpointError(
+            f"{files[0]} is a GGUF file",
+            "a target in Hugging Face format (config.json, tokenizer.json, *.safetensors), as the server loads it",
+            "unpack it with transformers (see docs/targets.md), or give the model that it was made from",
+        )
 
 
 def weight_files(path: Path) -> list[Path]:

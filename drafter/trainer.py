@@ -40,6 +40,7 @@ from drafter.starting_drafter import begin
 from drafter.step_gradients import StepGradients
 from drafter.step_work import StepLoader, StepWork
 from drafter.target import Target, load_target
+from drafter.training_data import check_teacher
 from drafter.training_directory import (
     RECORD_NAME,
     SETTINGS_NAME,
@@ -108,6 +109,7 @@ class _Training:
             getattr(torch, settings.dtype),
             self.device,
         )
+        check_teacher(teacher, self.drafter.draft_ids, self.data)
         ranks.place(self.drafter)
         self.optimizer = Optimizer(self.drafter, settings)
         if state is not None:

@@ -13,13 +13,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from drafter.errors import DataError
+from drafter.errors import CheckpointError, DataError
+from drafter.loss import TeacherHead, best_tokens
 from drafter.packing import Outline, PackedBatch, pack_documents
 from drafter.shards import Document, HiddenStates, open_states
 from drafter.target import Target
 from drafter.vocabulary import choose_draft_vocabulary, count_tokens
 
 MIN_SUPERVISED_TOKENS = 100  # below this a drafter would learn a few sentences by heart
+
+_CHECKED_TOKENS = 512
+_MIN_AGREEMENT = 0.5  # rounding costs a few percent; another norm or head leaves next to nothing
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,3 +133,42 @@ def _cut(document: Document, max_length_tokens: int) -> Document:
         return document
     names = ("input_ids", "loss_mask", "auxiliary", "final")
     return replace(document, **{name: getattr(document, name)[:max_length_tokens] for name in names})
+
+
+def check_teacher(teacher: TeacherHead, draft_ids: torch.Tensor, data: TrainingData) -> None:
+    """Refuse a teacher that does not lead from the states to the tokens that the target wrote.
+
+    Greedy answers are the best tokens of the target's own logits. An architecture whose norm or head works
+    otherwise than `build_teacher` reads them shows here, and not after hours of training on another distribution.
+
+    Args:
+        draft_ids: [Vd] int64 target ids of the teacher's rows.
+
+    Raises:
+        CheckpointError: fewer than half of the answers' tokens are the teacher's best ones.
+    """
+    if not data.states.record.greedy_answers:
+        return
+    num_agreeing = num_checked = 0
+    for number in data.documents:
+        document = data.states.document(int(number))
+        written_at = document.loss_mask.nonzero().squeeze(1)
+        written_at = written_at[written_at > 0]
+        written, final = document.input_ids[written_at], document.final[written_at - 1]
+        usable = torch.isin(written, draft_ids.to(written.device)) & final.isfinite().all(dim=-1)
+        kept = usable.nonzero().squeeze(1)[: _CHECKED_TOKENS - num_checked]
+        if len(kept):
+            best = best_tokens(teacher.logits(final[kept].to(teacher.norm.device)))
+            num_agreeing += int((draft_ids.to(best.device)[best].to(written.device) == written[kept]).sum())
+        num_checked += len(kept)
+        if num_checked == _CHECKED_TOKENS:
+            break
+    if num_agreeing < _MIN_AGREEMENT * num_checked:
+        target = data.target
+        raise CheckpointError(
+            f"last norm and head of {target.path} ({target.config.get('model_type')}) lead to {num_agreeing} of "
+            f"{num_checked} tokens that it wrote",
+            "nearly all of its own greedy answers: its distribution is what a drafter is taught",
+            "extract the states again if they are of other weights; else Fledge reads this architecture's norm or "
+            "head wrongly, see docs/targets.md",
+        )

@@ -53,6 +53,7 @@ _FILES_ON_VLLM = (
 )
 _LONGEST_FIRST = (
     _ON_VLLM,
+    "test_targets_in_vllm",
     "test_deploy_endpoint",
     "test_promote_drafter",
     "test_monitor_endpoint",

@@ -6,6 +6,7 @@ Everything is made on the spot in a second: no download, and the states are the 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,10 +27,10 @@ PROMPT_TOKENS = 9
 ANSWER_TOKENS = 24
 
 
-def make_target(path: Path, seed: int = 0, **changes: object) -> Path:
-    """Write a random Llama model with tokenizer and chat template; `changes` go into its config."""
+def save_tokenizer(path: Path) -> Any:
+    """Write a byte-level tokenizer with a chat template, and return it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
@@ -39,6 +40,15 @@ def make_target(path: Path, seed: int = 0, **changes: object) -> Path:
         tokenizer_object=tokenizer, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|pad|>"
     )
     fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(path)
+    return fast
+
+
+def make_target(path: Path, seed: int = 0, **changes: object) -> Path:
+    """Write a random Llama model with tokenizer and chat template; `changes` go into its config."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    fast = save_tokenizer(path)
     config = LlamaConfig(
         **{
             "vocab_size": VOCAB_SIZE,
@@ -58,7 +68,6 @@ def make_target(path: Path, seed: int = 0, **changes: object) -> Path:
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(path)
-    fast.save_pretrained(path)
     return path
 
 
