@@ -166,7 +166,7 @@ class ExtractSettings(Settings):
     num_servers: int = Field(
         default=1,
         ge=1,
-        description="vLLM servers side by side, each with a GPU, or a share of the CPU's cores and memory, of its own.",
+        description="vLLM servers side by side, each with a GPU, or a share of the CPU's cores, and a KV cache of its own.",
     )
     concurrency: int = Field(default=96, ge=1, description="Requests in flight at each server.")
     auxiliary_layers: tuple[int, int, int] | None = Field(

@@ -21,7 +21,7 @@ from drafter.records import TrainingRecord
 from drafter.trainer import train
 from drafter.training_state import latest_checkpoint
 from tests.drafter.tiny import training_settings
-from tests.waiting import PATIENCE_S, wait_until
+from tests.waiting import PATIENCE_S, is_alive, wait_until
 
 ROOT = Path(__file__).parents[2]
 # At a low learning rate: at a high one, what rounds otherwise grows with every step.
@@ -60,10 +60,6 @@ def begun(process: subprocess.Popen[str], settings: TrainSettings) -> psutil.Pro
     return companion_of(process)
 
 
-def wait_until_gone(process: psutil.Process) -> None:
-    wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
-
-
 def test_two_ranks_learn_what_one_process_does_and_speak_as_one(
     tiny_states: Path, tiny_target: Path, tmp_path: Path
 ) -> None:
@@ -89,7 +85,7 @@ def test_it_listens_to_this_machine_only(tiny_states: Path, tiny_target: Path, t
         assert {link.laddr.ip for link in listening} <= {"127.0.0.1", "::1"}
     process.kill()
     process.communicate()
-    wait_until_gone(companion)
+    wait_until(lambda: not is_alive(companion.pid))
 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -135,7 +131,7 @@ def test_killed_it_takes_its_companion_along(tiny_states: Path, tiny_target: Pat
     companion = begun(process, settings)
     process.kill()
     process.communicate()
-    wait_until_gone(companion)
+    wait_until(lambda: not is_alive(companion.pid))
 
 
 def test_a_rank_that_cannot_begin_ends_the_training_at_once(

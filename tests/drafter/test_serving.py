@@ -23,7 +23,7 @@ from drafter.serving import (
     speculative_arguments,
     vllm_environment,
 )
-from tests.waiting import wait_until
+from tests.waiting import is_alive, wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -58,14 +58,6 @@ WITH_CHILD = HEALTHY.format(
 )
 
 
-def running(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def pids_in(log: Path) -> list[int]:
     for line in log.read_text(encoding="utf-8").splitlines() if log.exists() else ():
         if line.startswith("pids "):
@@ -80,8 +72,8 @@ def test_server_is_up_inside_the_block_and_gone_with_its_children_after_it(tmp_p
         assert server.alive()
         pids = pids_in(log)
         assert len(pids) == 2
-        assert all(running(pid) for pid in pids)
-    wait_until(lambda: not any(running(pid) for pid in pids))
+        assert all(is_alive(pid) for pid in pids)
+    wait_until(lambda: not any(is_alive(pid) for pid in pids))
     assert not server.alive()
 
 
@@ -89,7 +81,7 @@ def test_error_inside_the_block_ends_the_server(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     with pytest.raises(ZeroDivisionError), VllmServer(tmp_path, stand_in(tmp_path, WITH_CHILD), log):
         _ = 1 / 0
-    wait_until(lambda: not any(running(pid) for pid in pids_in(log)))
+    wait_until(lambda: not any(is_alive(pid) for pid in pids_in(log)))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -115,7 +107,7 @@ def test_killed_parent_leaves_no_server(tmp_path: Path, number: int) -> None:
     assert len(pids) == 2
     os.kill(parent.pid, number)
     parent.wait()
-    wait_until(lambda: not any(running(pid) for pid in pids))
+    wait_until(lambda: not any(is_alive(pid) for pid in pids))
 
 
 def test_server_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
@@ -126,7 +118,7 @@ def test_server_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     with VllmServer(tmp_path, stand_in(tmp_path, program), log):
         pids = pids_in(log)
-    assert not running(pids[0])
+    assert not is_alive(pids[0])
 
 
 def test_server_that_dies_while_starting_shows_the_end_of_its_log(tmp_path: Path) -> None:
@@ -154,7 +146,7 @@ def test_server_that_does_not_get_ready_is_ended_in_time(tmp_path: Path) -> None
     wait_until(lambda: pids_in(log))
     with pytest.raises(ServerError, match="did not answer within 1 s"):
         server.wait_until_ready()
-    assert not running(pids_in(log)[0])
+    assert not is_alive(pids_in(log)[0])
 
 
 def test_server_that_dies_later_is_noticed(tmp_path: Path) -> None:
@@ -164,7 +156,7 @@ def test_server_that_dies_later_is_noticed(tmp_path: Path) -> None:
         wait_until(lambda: not server.alive())
         with pytest.raises(ServerError, match="has ended"):
             server.raise_if_dead()
-    wait_until(lambda: not any(running(pid) for pid in pids_in(log)))
+    wait_until(lambda: not any(is_alive(pid) for pid in pids_in(log)))
 
 
 def test_port_in_use_is_refused_by_name(tmp_path: Path) -> None:

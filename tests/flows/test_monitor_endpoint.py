@@ -123,7 +123,10 @@ def test_traffic_of_another_domain_takes_the_endpoint_back_once_and_asks_for_a_r
         healthy = monitor_until("ok", lambda record: record.windows and record.windows[-1].num_answers >= 3)
         assert healthy[-1].windows[-1].acceptance_from == "traffic"
         assert healthy[-1].windows[-1].acceptance_length == pytest.approx(1.86, abs=0.01)
-        assert {record.outcome for record in healthy} <= {"ok", "watch"}
+        for record in healthy:  # a machine that is busy with other tests makes probes slow
+            assert record.outcome == "ok" or (
+                record.outcome == "watch" and all("(only watched)" in reason for reason in record.reasons)
+            ), record.reasons
 
         load.acceptance_length = 1.09
         changed = monitor_until("roll_back")

@@ -17,6 +17,8 @@ from tests.served.completions import complete, complete_all, token_ids
 
 pytestmark = pytest.mark.vllm
 
+# Long beside what requests that are sent at one moment arrive apart on a busy machine.
+LONG_ANSWER_TOKENS = 4 * ANSWER_TOKENS
 SCHEDULE = ((1, 2, NUM_SPECULATIVE_TOKENS), (3, 32, 0))
 
 
@@ -41,12 +43,13 @@ def test_a_scheduled_server_drafts_for_small_batches_only_and_answers_the_same(
     scheduled_server: VllmServer, evaluation_documents: list[Document]
 ) -> None:
     prompts = [document.input_ids[:PROMPT_TOKENS].tolist() for document in evaluation_documents[:8]]
-    alone = [complete(scheduled_server, prompt, ANSWER_TOKENS, temperature=0) for prompt in prompts]
-    together = complete_all(scheduled_server, prompts, ANSWER_TOKENS, temperature=0)
+    alone = [complete(scheduled_server, prompt, LONG_ANSWER_TOKENS, temperature=0) for prompt in prompts]
+    together = complete_all(scheduled_server, prompts, LONG_ANSWER_TOKENS, temperature=0)
 
     assert [token_ids(answer) for answer in alone] == [token_ids(answer) for answer in together]
     assert (
-        min(num_drafted_steps(answer) for answer in alone) > ANSWER_TOKENS // (NUM_SPECULATIVE_TOKENS + 1) - 1
+        min(num_drafted_steps(answer) for answer in alone)
+        > LONG_ANSWER_TOKENS // (NUM_SPECULATIVE_TOKENS + 1) - 1
     )
     # The first steps may find few requests in the batch, and so may the last ones.
-    assert sum(map(num_drafted_steps, together)) < 0.5 * sum(map(num_drafted_steps, alone))
+    assert sum(map(num_drafted_steps, together)) < 0.25 * sum(map(num_drafted_steps, alone))
