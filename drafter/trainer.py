@@ -109,7 +109,8 @@ class _Training:
             getattr(torch, settings.dtype),
             self.device,
         )
-        check_teacher(teacher, self.drafter.draft_ids, self.data)
+        if ranks.is_first:
+            check_teacher(teacher, self.drafter.draft_ids, self.data)
         ranks.place(self.drafter)
         self.optimizer = Optimizer(self.drafter, settings)
         if state is not None:

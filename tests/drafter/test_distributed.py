@@ -249,13 +249,12 @@ def test_ranks_agree_when_the_time_is_up(tiny_states: Path, tiny_target: Path, t
 def test_what_only_one_rank_sees_ends_the_job_in_its_words(
     tiny_target: Path, tiny_documents: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    final = tiny_documents[3].final.clone()
+    final = tiny_documents[-1].final.clone()
     final[5, 1] = float("nan")
-    damaged = dataclasses.replace(tiny_documents[3], final=final)
+    damaged = dataclasses.replace(tiny_documents[-1], final=final)
     with monkeypatch.context() as patch:  # our own writer refuses them; another might not
         patch.setattr("drafter.shards.check_finite", lambda document, origin: None)
-        documents = [*tiny_documents[:3], damaged, *tiny_documents[4:]]
-        states = write_states(tmp_path / "states", tiny_target, documents)
+        states = write_states(tmp_path / "states", tiny_target, [*tiny_documents[:-1], damaged])
     process = start(2, training_settings(states, tiny_target, tmp_path / "out"))
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
