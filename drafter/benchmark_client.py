@@ -17,14 +17,17 @@ from drafter.errors import ServerError
 from drafter.files import write_text_atomically
 from drafter.serving import VllmServer, last_lines, require_vllm_environment, vllm_environment
 
-NUM_WARMUPS = 1  # of each measurement: what a first request pays for must not count
-
 
 @dataclass(frozen=True)
 class Load:
-    """What to send: prompts already rendered through the chat template, so many at once."""
+    """What to send: prompts already rendered through the chat template, so many at once.
+
+    Attributes:
+        num_warmups: requests before those that count.
+    """
 
     prompts: tuple[str, ...]
+    num_warmups: int
     num_requests: int
     concurrency: int
     max_answer_tokens: int
@@ -143,7 +146,7 @@ def _arguments(server: VllmServer, load: Load, prompts: Path) -> list[str]:
         "--custom-output-len", str(load.max_answer_tokens),
         "--num-prompts", str(load.num_requests),
         "--max-concurrency", str(load.concurrency),
-        "--num-warmups", str(NUM_WARMUPS),
+        "--num-warmups", str(load.num_warmups),
         "--temperature", str(load.temperature),
         "--extra-body", json.dumps({"add_special_tokens": False, "seed": load.seed}),
         "--seed", str(load.seed),

@@ -201,15 +201,18 @@ def _measure(bench: Bench, passes: list[_Pass], total: int, target: Path) -> Non
 def _measure_on(
     server: VllmServer, client: BenchmarkClient, bench: Bench, one: _Pass, progress: Progress
 ) -> None:
-    for task in one.tasks:
-        progress.note(f"{one.variant.label}, {task.domain}, concurrency {task.concurrency}")
-        bench.measure_speed(server, client, one.variant, task)
-        progress.advance()
+    """All units of one server, the answers first: they also warm it up for every concurrency."""
     if one.answers is not None:
         progress.note(
             f"{one.variant.label}, {'identity' if one.greedy else 'acceptance per prompt'} in {one.dtype}"
         )
         bench.measure_answers(server, one.variant, one.answers, one.prompts, one.greedy)
+        progress.advance()
+    is_warm = one.answers is not None
+    for task in one.tasks:
+        progress.note(f"{one.variant.label}, {task.domain}, concurrency {task.concurrency}")
+        bench.measure_speed(server, client, one.variant, task, is_warm)
+        is_warm = True
         progress.advance()
 
 

@@ -157,12 +157,17 @@ class Bench:
         return self.find(SpeedUnit, self._speed_name(variant, task), self._speed_key(variant, task))
 
     def measure_speed(
-        self, server: VllmServer, client: BenchmarkClient, variant: Variant, task: SpeedTask
+        self, server: VllmServer, client: BenchmarkClient, variant: Variant, task: SpeedTask, is_warm: bool
     ) -> None:
-        """Run `vllm bench serve` and save the cell."""
+        """Run `vllm bench serve` and save the cell.
+
+        Args:
+            is_warm: the server has answered before. What a first request pays for must not count.
+        """
         settings = self.settings
         load = Load(
             prompts=tuple(prompt.text for prompt in self.prompts[task.domain]),
+            num_warmups=0 if is_warm else 1,
             num_requests=num_requests(settings, task.concurrency),
             concurrency=task.concurrency,
             max_answer_tokens=settings.max_answer_tokens,
