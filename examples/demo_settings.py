@@ -11,8 +11,8 @@ from tasks.retrain_settings import RetrainSettings
 # A CPU that multiplies bfloat16 answers three times as fast and trains twice as fast as one that does not.
 _IS_FAST = native_number_format() == "bfloat16"
 # Prompts that are used, chosen by hash. HumanEval is only measured with, never trained on.
-MAX_PROMPTS = {"python-stdlib": 1250 if _IS_FAST else 960, "humaneval": 24}
-_TRAINING_S = 510 if _IS_FAST else 430
+MAX_PROMPTS = {"python-stdlib": 1250 if _IS_FAST else 840, "humaneval": 24}
+_TRAINING_S = 510 if _IS_FAST else 360
 # As long as the answers that are measured. What limits so short a training is the number of conversations, so they
 # are many and short.
 _ANSWER_TOKENS = 96
