@@ -134,8 +134,8 @@ class _Pass:
     """What is left to measure on one server.
 
     Attributes:
-        tasks: speeds, measured first, while nothing else runs.
-        answers: name of the pass over `prompts`; None when it is finished.
+        tasks: speeds.
+        answers: name of the pass over `prompts`, which comes first; None when it is finished.
         greedy: whatever temperature the settings say.
     """
 
@@ -193,27 +193,32 @@ def _measure(bench: Bench, passes: list[_Pass], total: int, target: Path) -> Non
                     server.start()
                 for server in servers:
                     server.wait_until_ready()
-                for one, server in zip(together, servers, strict=True):
-                    _measure_on(server, client, bench, one, progress)
-                    server.stop()
+                _measure_on(list(zip(together, servers, strict=True)), client, bench, progress)
 
 
 def _measure_on(
-    server: VllmServer, client: BenchmarkClient, bench: Bench, one: _Pass, progress: Progress
+    running: Sequence[tuple[_Pass, VllmServer]], client: BenchmarkClient, bench: Bench, progress: Progress
 ) -> None:
-    """All units of one server, the answers first: they also warm it up for every concurrency."""
-    if one.answers is not None:
-        progress.note(
-            f"{one.variant.label}, {'identity' if one.greedy else 'acceptance per prompt'} in {one.dtype}"
-        )
-        bench.measure_answers(server, one.variant, one.answers, one.prompts, one.greedy)
-        progress.advance()
-    is_warm = one.answers is not None
-    for task in one.tasks:
-        progress.note(f"{one.variant.label}, {task.domain}, concurrency {task.concurrency}")
-        bench.measure_speed(server, client, one.variant, task, is_warm)
-        is_warm = True
-        progress.advance()
+    """All units of servers that run side by side, one unit at a time.
+
+    The answers come first: they also warm a server up for every concurrency. A speed is then measured on one server
+    after the other before the next speed is: a machine that gets slower in these minutes does so for all of them,
+    and each is measured with the others idle beside it.
+    """
+    for one, server in running:
+        if one.answers is not None:
+            what = "identity" if one.greedy else "acceptance per prompt"
+            progress.note(f"{one.variant.label}, {what} in {one.dtype}")
+            bench.measure_answers(server, one.variant, one.answers, one.prompts, one.greedy)
+            progress.advance()
+    is_warm = [one.answers is not None for one, _ in running]
+    for task in dict.fromkeys(task for one, _ in running for task in one.tasks):
+        for index, (one, server) in enumerate(running):
+            if task in one.tasks:
+                progress.note(f"{one.variant.label}, {task.domain}, concurrency {task.concurrency}")
+                bench.measure_speed(server, client, one.variant, task, is_warm[index])
+                is_warm[index] = True
+                progress.advance()
 
 
 def _measure_schedules(

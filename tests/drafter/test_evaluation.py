@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from drafter import evaluation
+from drafter import evaluation, measurement
 from drafter.answers import Answer
+from drafter.benchmark_client import Load
 from drafter.config import CandidateSettings, EvaluateSettings, PrepareSettings, SourceSettings
 from drafter.conversations import prepare
 from drafter.errors import CheckpointError, DataError, ServerError
@@ -30,6 +31,7 @@ from drafter.measurement import (
     to_cell,
     variants,
 )
+from drafter.progress import track
 from drafter.records import EvaluationReport
 from tests.drafter.synthetic_evaluation import make_cell, make_report
 from tests.waiting import wait_until
@@ -190,6 +192,39 @@ def test_where_speculation_stops_paying_a_server_that_changes_over_is_measured_o
     assert len(started) == 1, "measured twice"
     never = Bench(settings.model_copy(update={"measure_schedule": False}), bench.prompts, {}, {})
     assert evaluation._measure_schedules(never, tasks, report, tmp_path) == ()
+
+
+def test_servers_side_by_side_take_turns_and_each_is_warmed_up_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a first request pays for is in no speed, and a machine that slows down does so for all servers."""
+    bench = Bench(settings_for(tmp_path, tmp_path, tmp_path), {"code": ()}, {}, {})
+    done: list[object] = []
+
+    class Client:
+        def measure(self, server: str, load: Load, name: str) -> dict[str, Any]:
+            done.append((server, load.concurrency, load.num_warmups))
+            return {}
+
+    monkeypatch.setattr(Bench, "measure_answers", lambda self, server, *_: done.append((server, "answers")))
+    monkeypatch.setattr(measurement, "to_cell", lambda *_: make_cell(None, 0, 1, 50.0, "code"))
+    tasks = speed_tasks(bench.settings, ["code"], ["code"])
+
+    def pass_over(tasks: tuple[SpeedTask, ...], answers: str | None) -> evaluation._Pass:
+        return evaluation._Pass(Variant(None, 0), "float32", tasks, answers, (), greedy=False)
+
+    passes = [pass_over(tasks, "float32"), pass_over(tasks, None), pass_over((), "float32")]
+    running = list(zip(passes, "abc", strict=True))
+    with track(6, "measuring", "units") as progress:
+        evaluation._measure_on(running, Client(), bench, progress)  # type: ignore[arg-type]
+    assert done == [
+        ("a", "answers"),
+        ("c", "answers"),
+        ("a", 1, 0),
+        ("b", 1, 1),
+        ("a", 4, 0),
+        ("b", 4, 0),
+    ]
 
 
 def test_prompts_are_held_out_stable_and_end_where_the_target_writes(
