@@ -416,8 +416,9 @@ class EvaluateSettings(Settings):
     servers_at_once: int = Field(
         default=1,
         ge=1,
-        description="Servers started together, whose measurements take turns. A start keeps one core busy for "
-        "most of a minute, so 2 saves time on a CPU; leave 1 where one server takes all memory, as on a GPU.",
+        description="Servers that are up together. Their measurements take turns, so that a machine whose speed "
+        "drifts favours none. A start keeps one core busy for most of a minute, so 2 also saves time on a CPU; "
+        "leave 1 where one server takes all memory, as on a GPU.",
     )
     seed: int = Field(default=0, description="Seed of the choice of prompts and of the bootstrap.")
 

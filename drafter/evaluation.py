@@ -1,8 +1,9 @@
 """Measure drafters inside vLLM, against serving without one. No torch here.
 
-Order of work: for each variant one server; its speed while nothing else works, then its answers. After that
-two servers in each further number format (usually float32) say whether greedy output is identical. Where that
-shows that speculation pays under little load only, a server that changes over by itself is measured last.
+Order of work: for each variant one server; its answers, then its speeds, while nothing else works. Servers that
+are up together take turns. After that two servers in each further number format (usually float32) say whether
+greedy output is identical. Where that shows that speculation pays under little load only, a server that changes
+over by itself is measured last.
 Everything finished is kept in `cells/`; `evaluation.json` is written last.
 """
 
@@ -193,10 +194,10 @@ def _measure(bench: Bench, passes: list[_Pass], total: int, target: Path) -> Non
                     server.start()
                 for server in servers:
                     server.wait_until_ready()
-                _measure_on(list(zip(together, servers, strict=True)), client, bench, progress)
+                _measure_in_turns(list(zip(together, servers, strict=True)), client, bench, progress)
 
 
-def _measure_on(
+def _measure_in_turns(
     running: Sequence[tuple[_Pass, VllmServer]], client: BenchmarkClient, bench: Bench, progress: Progress
 ) -> None:
     """All units of servers that run side by side, one unit at a time.

@@ -109,7 +109,7 @@ class _Training:
             getattr(torch, settings.dtype),
             self.device,
         )
-        if ranks.is_first:
+        if ranks.is_first:  # what it finds is the same on every rank, and said once
             check_teacher(teacher, self.drafter.draft_ids, self.data)
         ranks.place(self.drafter)
         self.optimizer = Optimizer(self.drafter, settings)

@@ -155,7 +155,7 @@ def check_teacher(teacher: TeacherHead, draft_ids: torch.Tensor, data: TrainingD
         written_at = document.loss_mask.nonzero().squeeze(1)
         written_at = written_at[written_at > 0]
         written, final = document.input_ids[written_at], document.final[written_at - 1]
-        usable = torch.isin(written, draft_ids.to(written.device)) & final.isfinite().all(dim=-1)
+        usable = torch.isin(written, draft_ids.to(written.device))
         kept = usable.nonzero().squeeze(1)[: _CHECKED_TOKENS - num_checked]
         if len(kept):
             best = best_tokens(teacher.logits(final[kept].to(teacher.norm.device)))

@@ -29,7 +29,7 @@ def demo_settings(target: Path, conversations: dict[str, Path]) -> RetrainSettin
         # Also of a training step: twice as many steps as with 1024 in nearly the same time, and a better drafter.
         max_length_tokens=512,
         dataset={"evaluation_share": 0.04, "max_evaluation_conversations": 48},
-        # Two servers with a core each: what a step does besides matrix products uses one core at a time.
+        # Two servers with a core each: what a server does besides matrix products uses one core at a time.
         states={"max_answer_tokens": _ANSWER_TOKENS, "num_servers": 2},
         drafter=DrafterSettings(num_layers=2, draft_vocab_size=4096),
         # In minutes of training, depths that are not served cost more than they give, and what is seen three

@@ -216,7 +216,7 @@ def test_servers_side_by_side_take_turns_and_each_is_warmed_up_once(
     passes = [pass_over(tasks, "float32"), pass_over(tasks, None), pass_over((), "float32")]
     running = list(zip(passes, "abc", strict=True))
     with track(6, "measuring", "units") as progress:
-        evaluation._measure_on(running, Client(), bench, progress)  # type: ignore[arg-type]
+        evaluation._measure_in_turns(running, Client(), bench, progress)  # type: ignore[arg-type]
     assert done == [
         ("a", "answers"),
         ("c", "answers"),
