@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -214,6 +215,21 @@ def require_vllm_environment(settings: ServerSettings) -> Path:
     return python
 
 
+def _require_compiler() -> None:
+    """See that vLLM finds what it compiles with; on GPUs it brings its own.
+
+    Raises:
+        ServerError: there is no C++ compiler.
+    """
+    wanted = os.environ.get("CXX") or "g++"
+    if not _visible_gpus(os.environ) and shutil.which(wanted) is None:
+        raise ServerError(
+            f"no C++ compiler: {wanted} is not on PATH",
+            "one, because server.compile is set",
+            "install g++, set CXX to another compiler, or leave server.compile off",
+        )
+
+
 def _choose_port(wanted: int | None) -> int:
     """The port asked for, if it is free, or any free one."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -281,11 +297,12 @@ class VllmServer:
             "--port", str(self.port),
             "--dtype", settings.dtype,
             "--max-num-seqs", str(settings.max_num_seqs),
-            "--enforce-eager",
             # Sampling parameters come from the request alone, not from the model's generation_config.json.
             "--generation-config", "vllm",
             "--disable-uvicorn-access-log",
         ]  # fmt: skip
+        if not settings.compile:
+            arguments.append("--enforce-eager")
         if settings.max_model_len_tokens is not None:
             arguments += ["--max-model-len", str(settings.max_model_len_tokens)]
         return (*arguments, *self.extra_args)
@@ -294,10 +311,13 @@ class VllmServer:
         """Start without waiting; `wait_until_ready` is the other half. For overlapping a start with other work.
 
         Raises:
-            ServerError: no vLLM environment, the port is in use, or the machine cannot be shared like that.
+            ServerError: no vLLM environment, no compiler where one is needed, the port is in use, or the machine
+                cannot be shared like that.
         """
         assert self._process is None, "already started"
         python = require_vllm_environment(self.settings)
+        if self.settings.compile:
+            _require_compiler()
         environment = vllm_environment(self.settings, share=self.share)
         self.port = _choose_port(self.settings.port)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)

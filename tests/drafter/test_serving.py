@@ -195,6 +195,19 @@ def test_processes_of_the_vllm_environment_are_offline_and_see_nothing_of_ours()
     assert not {"PYTHONPATH", "HTTPS_PROXY"} & environment.keys()
 
 
+def test_a_model_is_compiled_where_that_is_asked_for_and_a_compiler_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "server.log"
+    assert "--enforce-eager" in VllmServer(tmp_path, ServerSettings(), log).command(Path("python"))
+    compiled = VllmServer(tmp_path, ServerSettings(compile=True), log)
+    assert "--enforce-eager" not in compiled.command(Path("python"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr("drafter.serving.require_vllm_environment", lambda settings: settings.python)
+    with pytest.raises(ServerError, match="no-such-compiler is not on PATH"):
+        compiled.start()
+
+
 def test_servers_side_by_side_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)))
     base = {"OMP_NUM_THREADS": "6", "VLLM_CPU_OMP_THREADS_BIND": "0-5"}
