@@ -362,14 +362,11 @@ def test_auxiliary_layers_have_to_ascend(settings: ExtractSettings) -> None:
 
 
 def run_extract(settings: ExtractSettings) -> subprocess.Popen[bytes]:
-    def flag(name: str) -> str:
-        return name.replace("_", "-")
-
-    values = settings.model_dump(mode="json", exclude_none=True)
-    arguments = [f"--{flag(name)}={value}" for name, value in values.items() if not isinstance(value, dict)]
-    arguments += [f"--server.{flag(name)}={value}" for name, value in values["server"].items()]
+    file = settings.output.with_suffix(".json")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(settings.model_dump_json())
     return subprocess.Popen(
-        [sys.executable, "-m", "drafter", "extract", *arguments],
+        [sys.executable, "-m", "drafter", "extract", "--settings", str(file)],
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
