@@ -30,6 +30,7 @@ from drafter.progress import track
 from drafter.provenance import versions
 from drafter.records import Record
 from drafter.serving import VllmServer
+from drafter.target import load_target
 
 Way = Literal["vllm", "kernels", "compiled"]
 
@@ -147,7 +148,7 @@ def _prompts(settings: ServingOnCpuSettings) -> tuple[str, ...]:
         max_answer_tokens=settings.max_answer_tokens,
         prompts_per_domain=settings.requests,
     )
-    window = settings.server.max_model_len_tokens or 2048
+    window = settings.server.max_model_len_tokens or load_target(settings.target).max_position_embeddings
     by_domain = choose_prompts(evaluation, window)
     return tuple(prompt.text for prompt in by_domain[max(by_domain)])
 

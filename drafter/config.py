@@ -124,7 +124,7 @@ class ServerSettings(Settings):
     )
     compile: bool = Field(
         default=False,
-        description="Let vLLM compile the model: 1.15 to 1.3 times the tokens/s on two cores, and two to three minutes "
+        description="Let vLLM compile the model: 1.15 to 1.3 times the tokens/s on two cores, and about two minutes "
         "more to start. For servers that live long. On a CPU it needs a C++ compiler.",
     )
     start_timeout_s: float = Field(

@@ -40,8 +40,10 @@ def test_only_vllm_as_it_comes_goes_without_the_kernels(
 
 def test_only_the_compiled_one_is_compiled(tmp_path: Path) -> None:
     settings = ServingOnCpuSettings(target=tmp_path, dataset=tmp_path)
-    eager = {way: _server(settings, way, Variant(None, 0)).command(Path("python")) for way in settings.ways}
-    assert [way for way, command in eager.items() if "--enforce-eager" not in command] == ["compiled"]
+    commands = {
+        way: _server(settings, way, Variant(None, 0)).command(Path("python")) for way in settings.ways
+    }
+    assert [way for way, command in commands.items() if "--enforce-eager" not in command] == ["compiled"]
 
 
 def test_the_table_compares_each_way_with_the_first_at_the_same_k(

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-from pathlib import Path
-
 import pytest
 
-from tests.waiting import PATIENCE_S
+from tests.containers.vllm_script import run_in_vllm
 
-PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 SCRIPT = """
 import json, os, signal, socket
 from vllm.plugins import load_general_plugins
@@ -46,21 +41,8 @@ print("RESULT" + json.dumps({"methods": methods, "child has port": child_has_por
 pytestmark = pytest.mark.slow
 
 
-def found(**environment: str) -> dict[str, object]:
-    done = subprocess.run(
-        [PYTHON, "-c", SCRIPT],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        env={"PATH": "/usr/bin:/bin", "VLLM_NO_USAGE_STATS": "1", **environment},
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    assert lines, done.stderr[-3000:]
-    return dict(json.loads(lines[0].removeprefix("RESULT")))
-
-
 def test_forked_processes_keep_neither_the_servers_port_nor_its_event_loop() -> None:
-    result = found(FLEDGE_VLLM_FORK="1")
+    result = run_in_vllm(SCRIPT, FLEDGE_VLLM_FORK="1")
     assert result["methods"] == ["fork", "fork"]
     assert result["child has port"] is False
     assert result["child wakes"] == -1
@@ -68,11 +50,5 @@ def test_forked_processes_keep_neither_the_servers_port_nor_its_event_loop() -> 
 
 
 def test_without_the_variable_they_start_anew_as_vllm_wants_it() -> None:
-    done = subprocess.run(
-        [PYTHON, "-c", SCRIPT.partition("\ndef child")[0] + "\nprint(methods)"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        env={"PATH": "/usr/bin:/bin", "VLLM_NO_USAGE_STATS": "1"},
-    )
-    assert "['spawn', 'spawn']" in done.stdout, done.stderr[-3000:]
+    script = SCRIPT.partition("\ndef child")[0] + '\nprint("RESULT" + json.dumps({"methods": methods}))'
+    assert run_in_vllm(script)["methods"] == ["spawn", "spawn"]

@@ -6,17 +6,14 @@ vLLM no longer needs the fix: take its version out of `_AFFECTED_MINOR_VERSIONS`
 
 from __future__ import annotations
 
-import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.waiting import PATIENCE_S
+from tests.containers.vllm_script import run_in_vllm
 
 ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-vllm/bin/python"
 
 # Each function is tried stock, then after what a vLLM worker does when it starts.
 SCRIPT = """
@@ -79,17 +76,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    done = subprocess.run(
-        [PYTHON, "-c", SCRIPT],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        env={"PATH": "/usr/bin:/bin", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"},
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    assert lines, done.stderr[-3000:]
-    result: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT"))
-    return result
+    return run_in_vllm(SCRIPT)
 
 
 def test_stock_functions_of_this_vllm_are_wrong(found: dict[str, Any]) -> None:
